@@ -1,21 +1,21 @@
 """Continuous batching: runs the steps of all sessions of a node, one iteration after another.
 
-Counters of what the device computed since the daemon began, over all spans.
+T packed tokens, D hidden.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import torch
 
+from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core import metric_names as names
 from nesa_node.core.ids import PeerId
-from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.model.blocks import ModelBlocks
@@ -28,7 +28,9 @@ from nesa_node.swarm.protocol.messages import Step
 
 
 class SchedulerStats:
-    """Computation counters. The scheduler adds each iteration after its outputs are delivered."""
+    """Counters of what the device computed since the daemon began, over all spans. The scheduler
+    adds each iteration after its outputs are delivered.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
@@ -47,19 +49,19 @@ class SchedulerStats:
         """Count an iteration of `seconds` that ended at `now` on the clock of
         `QueuedStep.arrived_at`."""
         sessions = 0
-        for share in batches:
+        for batch in batches:
             sessions += 1
-            if share.error is not None:
+            if batch.error is not None:
                 self.failed += 1
                 continue
-            for piece in share.chunks:
-                if _is_decode(piece.buffers.step):
-                    self.decode_tokens += piece.end - piece.start
+            for chunk in batch.chunks:
+                if _is_decode(chunk.buffers.step):
+                    self.decode_tokens += chunk.end - chunk.start
                 else:
-                    self.prefill_tokens += piece.end - piece.start
-            for pending in share.completed_steps:
-                self.step_s.observe(now - pending.arrived_at)
-            self.steps += len(share.completed_steps)
+                    self.prefill_tokens += chunk.end - chunk.start
+            for step in batch.completed_steps:
+                self.step_s.observe(now - step.arrived_at)
+            self.steps += len(batch.completed_steps)
         if sessions:
             self.batch.observe(sessions)
             self.iteration_s.observe(seconds)
@@ -73,12 +75,6 @@ def _is_decode(step: Step) -> bool:
     return True
 
 
-log = get_logger(__name__)
-
-IterationPlan = Sequence[tuple[SessionQueue, int]]
-"""Sessions with their token counts in one iteration."""
-SessionBatches = Sequence[tuple[SessionQueue, SessionBatch]]
-
 INLINE_BUDGET_S = 0.03
 """Longest step that may run inline, in the event loop, for a session that is alone on its node.
 Waking the scheduler, the device's thread and the sender would add 0.4 ms to every step."""
@@ -86,8 +82,27 @@ INLINE_COOLDOWN_S = 1.0
 """Seconds without inline execution after a step that exceeded `INLINE_BUDGET_S`."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Iteration:
+    """Sessions that run together, with what each of them runs."""
+
+    plan: Sequence[tuple[SessionQueue, int]]
+    """Sessions with their token counts."""
+    batches: list[tuple[SessionQueue, SessionBatch]]
+    """Without sessions that could not take part."""
+    seconds: float | None = None
+    """Duration on the device; None until it has run."""
+
+    def run(self) -> float:
+        """Run the iteration in the calling thread and return its duration."""
+        return run_batch(self.plan[0][0].blocks, [batch for _, batch in self.batches])
+
+
 class Scheduler:
-    """All work of a node's device. The policy chooses a new batch before every iteration."""
+    """All computation of a node's device: `schedule` an iteration, run it, `commit` it.
+
+    The policy chooses a new batch before every iteration.
+    """
 
     def __init__(self, executor: Executor, policy: BatchPolicy[SessionQueue]) -> None:
         self.executor = executor
@@ -113,7 +128,7 @@ class Scheduler:
     @property
     def waiting_sessions(self) -> int:
         """Number of sessions with a step that can run."""
-        return sum(work.is_runnable for work in self._queues)
+        return sum(queue.is_runnable for queue in self._queues)
 
     def seed_cost(self, throughput: SpanThroughput, span: Span) -> None:
         """Seed the cost model with measured throughput of `span`."""
@@ -138,134 +153,132 @@ class Scheduler:
         `session` is its name in the log. On exit, also after a cancellation, no iteration uses the
         tables.
         """
-        work = SessionQueue(
-            tables,
-            blocks,
-            client=client,
-            priority=priority,
-            dtype=dtype,
-            session=session,
-            wake_scheduler=self._work_available.set,
-            try_inline=self._try_inline,
+        queue = SessionQueue(
+            tables, blocks, client=client, priority=priority, dtype=dtype, session=session
         )
-        self._queues[work] = None
+        self._queues[queue] = None
         try:
-            yield work
+            yield queue
         finally:
-            del self._queues[work]
+            del self._queues[queue]
             self._work_available.set()
             if all(other.client != client for other in self._queues):
                 self._policy.forget_client(client)
-            work.clear_and_pause()
-            await work.wait_until_idle()
+            queue.clear_and_pause()
+            await queue.wait_until_idle()
+
+    def resume(self, queue: SessionQueue) -> None:
+        """Run the steps of a paused session again."""
+        queue.paused = False
+        self._work_available.set()
+
+    def submit(self, queue: SessionQueue, step: Step, hidden: HiddenStates) -> None:
+        """Queue a step [T, D]; its rows continue where the steps before it end.
+
+        If the step runs inline, its output is ready on return but no waiter is woken: call
+        `wake_receiver` or `take_output`.
+        """
+        queue.append(step, hidden)
+        iteration = self.schedule_inline()
+        if iteration is None:
+            self._work_available.set()
+            return
+        try:
+            iteration.seconds = self.executor.run_inline(iteration.run)
+        finally:
+            self.commit(iteration)
+        if iteration.seconds > INLINE_BUDGET_S:
+            self._no_inline_before = queue.scheduled_at + INLINE_COOLDOWN_S
+        # The sender of the output need not wait for this.
+        asyncio.get_running_loop().call_soon(self._record, iteration)
 
     async def run(self) -> None:
         """Iterate until cancelled. No iteration runs after that."""
         while True:
             self._work_available.clear()
+            now = time.monotonic()
             try:
-                pause_s = await self._advance()
+                delay_s = self._policy.batching_delay_s(self._queues, now)
+                iteration = None if delay_s > 0 else self.schedule(now)
+                if iteration is None:
+                    await self._wait_for_work(delay_s or None)
+                    continue
+                try:
+                    iteration.seconds = await self.executor.run(iteration.run)
+                finally:
+                    self.commit(iteration)
+                for queue, _ in iteration.batches:
+                    queue.wake_receiver()
+                # Let the awakened tasks start to send before the next iteration is planned.
+                await asyncio.sleep(0)
+                self._record(iteration)
             except Exception as error:
                 # A bug. Failing the sessions is better than a node that hangs.
-                for work in self._queues:
-                    if work.is_runnable:
-                        work.fail(error)
-            else:
-                await self._wait_for_work(pause_s)
+                for queue in self._queues:
+                    if queue.is_runnable:
+                        queue.fail(error)
 
-    async def _advance(self) -> float | None:
-        """Run one iteration, or return the seconds to wait for steps; None: until one arrives."""
-        now = time.monotonic()
-        pause_s = self._policy.batching_delay_s(self._queues, now)
-        if pause_s > 0:
-            return pause_s
+    def schedule(self, now: float) -> Iteration | None:
+        """The next iteration; None if no session can run."""
         plan = self._policy.plan(self._queues, now)
-        if not plan:
+        return self._start(plan) if plan else None
+
+    def schedule_inline(self) -> Iteration | None:
+        """An iteration of one short decode step, if its session is alone and it may run inline."""
+        if len(self._queues) != 1 or self._iterating or not self.executor.is_idle:
             return None
-        await self._run_iteration(plan)
-        return 0.0
+        (queue,) = self._queues
+        if self._inline_limit is None:
+            return None
+        span, tokens = self._inline_limit
+        if queue.span != span or queue.queued_tokens > tokens:
+            return None
+        now = time.monotonic()
+        if not (queue.is_runnable and queue.has_decode_step) or now < self._no_inline_before:
+            return None
+        # Reset until `_record` has run, so that a peer that sends many steps at once gets at most
+        # one inline run per turn of the event loop.
+        self._inline_limit = None
+        return self._start(self._policy.plan_single(queue, now))
+
+    def commit(self, iteration: Iteration) -> None:
+        """Give the tables back, and store the outputs if the iteration ran to its end."""
+        self._iterating = False
+        for queue, _ in iteration.batches:
+            queue.finish_iteration()
+        if iteration.seconds is not None:
+            for queue, batch in iteration.batches:
+                queue.store_outputs(batch)
+
+    def _start(self, plan: Sequence[tuple[SessionQueue, int]]) -> Iteration:
+        """Take the planned tokens from their queues."""
+        iteration = Iteration(plan=plan, batches=[])
+        for queue, tokens in plan:
+            try:
+                iteration.batches.append((queue, queue.start_iteration(tokens)))
+            except Exception as error:
+                # A bug in one session's state.
+                queue.fail(error)
+        self._iterating, self._last_batch_size = True, max(len(iteration.batches), 1)
+        return iteration
 
     async def _wait_for_work(self, seconds: float | None) -> None:
-        """Return as soon as a step arrives or a session leaves."""
-        if seconds == 0.0:
-            return
+        """Return as soon as a step arrives or a session leaves, or after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._work_available.wait()
         except TimeoutError:
             return
 
-    def _try_inline(self) -> bool:
-        """Run the short step of a session that is alone inline. Returns whether it did."""
-        if len(self._queues) != 1 or self._iterating or not self.executor.is_idle:
-            return False
-        (work,) = self._queues
-        if (
-            self._inline_limit is None
-            or work.span != self._inline_limit[0]
-            or work.queued_tokens > self._inline_limit[1]
-        ):
-            return False
-        now = time.monotonic()
-        if not (work.is_runnable and work.has_decode_step) or now < self._no_inline_before:
-            return False
-        # Reset until `_record_iteration` has run, so that a peer that sends many steps at once gets
-        # at most one inline run per turn of the event loop.
-        self._inline_limit = None
-        plan = self._policy.plan_single(work, now)
-        with self._in_iteration(plan) as shares:
-            seconds = self.executor.run_inline(partial(_run_on_device, shares)) if shares else 0.0
-        if seconds > INLINE_BUDGET_S:
-            self._no_inline_before = now + INLINE_COOLDOWN_S
-        # The sender of the output need not wait for this.
-        asyncio.get_running_loop().call_soon(self._record_iteration, plan, shares, seconds)
-        return True
-
-    async def _run_iteration(self, plan: IterationPlan) -> None:
-        with self._in_iteration(plan) as shares:
-            seconds = await self.executor.run(partial(_run_on_device, shares)) if shares else 0.0
-        for work, _ in shares:
-            work.wake_receiver()
-        # Let the awakened tasks start to send before the next iteration is planned.
-        await asyncio.sleep(0)
-        self._record_iteration(plan, shares, seconds)
-
-    @contextmanager
-    def _in_iteration(self, plan: IterationPlan) -> Iterator[SessionBatches]:
-        """Enter the planned sessions into an iteration, and store its outputs afterwards."""
-        shares = []
-        for work, tokens in plan:
-            try:
-                shares.append((work, work.start_iteration(tokens)))
-            except Exception as error:
-                # A bug in one session's state.
-                work.fail(error)
-        self._iterating, self._last_batch_size = True, max(len(shares), 1)
-        try:
-            yield shares
-        finally:
-            self._iterating = False
-            for work, _ in shares:
-                work.finish_iteration()
-        for work, share in shares:
-            work.store_outputs(share)
-
-    def _record_iteration(
-        self, plan: IterationPlan, batches: SessionBatches, seconds: float
-    ) -> None:
-        self.stats.record_iteration((share for _, share in batches), seconds, time.monotonic())
-        if (
-            batches
-            and len(batches) == len(plan)
-            and all(share.error is None for _, share in batches)
-        ):
+    def _record(self, iteration: Iteration) -> None:
+        """Count the iteration, and learn from one in which every step succeeded."""
+        plan, batches, seconds = iteration.plan, iteration.batches, iteration.seconds
+        assert seconds is not None
+        self.stats.record_iteration((batch for _, batch in batches), seconds, time.monotonic())
+        if len(batches) == len(plan) and all(batch.error is None for _, batch in batches):
             self._policy.record_iteration(plan, seconds)
-            lane = plan[0][0]
-            self._inline_limit = lane.span, self._policy.inline_tokens(lane, INLINE_BUDGET_S)
-
-
-def _run_on_device(batches: SessionBatches) -> float:
-    return run_batch(batches[0][0].blocks, [share for _, share in batches])
+            queue = plan[0][0]
+            self._inline_limit = queue.span, self._policy.inline_tokens(queue, INLINE_BUDGET_S)
 
 
 @asynccontextmanager

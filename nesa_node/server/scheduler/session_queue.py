@@ -1,9 +1,5 @@
-"""State of one session in the scheduler: what waits to run, its outputs, and when its next decode
-step is due.
-
-T packed tokens, D hidden.
-
-Queue of one session in the scheduler: its page tables, waiting steps and outputs.
+"""Queue of one session in the scheduler: its page tables, waiting steps and outputs, and when its
+next decode step is due.
 
 T packed tokens, D hidden.
 """
@@ -14,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,8 +143,9 @@ class SessionQueue(ScheduledSession):
     """Queue of one session. Everything here runs on the event loop.
 
     The tables belong to the running iteration, if this session is in it; other code may change them
-    only after `clear_and_pause` and `idle`. Whatever else an iteration has to know of a session
-    belongs here, such as the LoRA adapter by which `run_batch` would group the runs of one forward.
+    only after `clear_and_pause` and `wait_until_idle`. What else an iteration has to know of a
+    session belongs here, such as the LoRA adapter by which `run_batch` would group the runs of one
+    forward.
     """
 
     def __init__(
@@ -160,21 +157,13 @@ class SessionQueue(ScheduledSession):
         priority: int,
         dtype: torch.dtype,
         session: str = "",
-        wake_scheduler: Callable[[], None],
-        try_inline: Callable[[], bool],
     ) -> None:
-        """`dtype` is the outputs' dtype.
-
-        `wake_scheduler` is called when there is something to run, unless `try_inline` has already
-        run it.
-        """
+        """`dtype` is the outputs' dtype."""
         super().__init__(client=client, priority=priority, span=blocks.span)
         self.tables = tables
         self.blocks = blocks
         self.dtype = dtype
         self._session = session
-        self._wake_scheduler = wake_scheduler
-        self._try_inline = try_inline
         self.end_positions: dict[int, int] = {}
         """Where the queued tokens of a row end."""
         self._steps: deque[QueuedStep] = deque()
@@ -191,18 +180,12 @@ class SessionQueue(ScheduledSession):
         """Steps that are not done, plus outputs that were not taken."""
         return len(self._steps) + len(self._results)
 
-    def submit(self, step: Step, hidden: HiddenStates) -> None:
-        """Queue a step [T, D]; its rows continue where the steps before it end.
-
-        If the step runs inline, its output is ready on return but no waiter is woken: call
-        `wake_receiver` or `take_output`.
-        """
+    def append(self, step: Step, hidden: HiddenStates) -> None:
+        """Queue a step [T, D] for `Scheduler.submit`."""
         self._steps.append(QueuedStep(hidden, self.dtype, step=step, arrived_at=time.monotonic()))
         for part in step.rows:
             self.end_positions[part.row] = part.position + part.count
         self._update_counts()
-        if not self._try_inline():
-            self._wake_scheduler()
 
     @property
     def next_output_bytes(self) -> int | None:
@@ -241,7 +224,7 @@ class SessionQueue(ScheduledSession):
         return result
 
     def clear_and_pause(self) -> None:
-        """Drop all queued steps and outputs. Steps submitted later wait for `resume`."""
+        """Drop all queued steps and outputs. Steps queued later wait for `Scheduler.resume`."""
         self._batch = None
         self._clear_steps()
         self._results.clear()
@@ -260,15 +243,11 @@ class SessionQueue(ScheduledSession):
         if cancelled is not None:
             raise cancelled
 
-    def resume(self) -> None:
-        self.paused = False
-        self._wake_scheduler()
-
     def start_iteration(self, tokens: int) -> SessionBatch:
         """Take `tokens` from the queue for an iteration."""
-        share = self._batch = take_tokens(self._steps, self.tables, tokens)
+        batch = self._batch = take_tokens(self._steps, self.tables, tokens)
         self._idle.clear()
-        return share
+        return batch
 
     def finish_iteration(self) -> None:
         """Mark the iteration as over, with or without success."""
@@ -283,10 +262,10 @@ class SessionQueue(ScheduledSession):
         if batch.error is not None:
             self.fail(batch.error)
             return
-        for pending in batch.completed_steps:
+        for queued in batch.completed_steps:
             self._steps.popleft()
-            assert pending.output is not None
-            self._results.append((pending.step, pending.output))
+            assert queued.output is not None
+            self._results.append((queued.step, queued.output))
         self._update_counts()
 
     def fail(self, error: Exception) -> None:
@@ -311,7 +290,7 @@ class SessionQueue(ScheduledSession):
         self._update_counts()
 
     def _update_counts(self) -> None:
-        self.queued_tokens = sum(pending.remaining_tokens for pending in self._steps)
+        self.queued_tokens = sum(queued.remaining_tokens for queued in self._steps)
         if not self._steps:
             self.end_positions.clear()
             return

@@ -11,6 +11,7 @@ from functools import partial
 from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.admission import SessionGrant
 from nesa_node.server.session.output_sender import OutputSender
 from nesa_node.server.session.session_state import SessionState
@@ -35,15 +36,16 @@ MAX_INLINE_OUTPUT_BYTES = 32 * 1024
 class Session:
     """Session state. Every method runs on the event loop; `run` is the session's worker task.
 
-    The inbox checks steps, the scheduler runs them, the outlet sends outputs. Only the task that
-    holds `_emit_lock` sends: the worker, the task of a step that ran inline, or a change of epoch
-    while it truncates the caches and replays what a new neighbour lacks.
+    The sequencer checks steps, the scheduler runs them, the sender sends outputs. Only the task
+    that holds `_emit_lock` sends: the worker, the task of a step that ran inline, or a change of
+    epoch while it truncates the caches and replays what a new neighbour lacks.
     """
 
     def __init__(
         self,
         client: Stream,
         state: SessionState,
+        scheduler: Scheduler,
         sender: OutputSender,
         grant: SessionGrant,
         donor: SessionDonor,
@@ -62,6 +64,7 @@ class Session:
         self._first_came_at = 0.0
         self.sequencer = StepSequencer(state, self._grow_row)
         self._queue = state.queue
+        self._scheduler = scheduler
         self._grant = grant
         self._sender = sender
         self._donor = donor
@@ -135,7 +138,7 @@ class Session:
         if not self._first_came_at:
             self._first_came_at = time.time()
         if self.sequencer.accept(step, content):
-            self._queue.submit(step, hidden)
+            self._scheduler.submit(self._queue, step, hidden)
             await self._emit_inline()
 
     async def rollback(self, epoch: int, lengths: Sequence[int]) -> None:
@@ -372,7 +375,7 @@ class Session:
                 await self._queue.wait_until_idle()
                 change()
             finally:
-                self._queue.resume()
+                self._scheduler.resume(self._queue)
             yield
 
     def _reorder(self, sources: Sequence[int]) -> None:

@@ -219,7 +219,9 @@ class SessionServer:
                     sender = OutputSender(stream, wire, state, dial, push_scope)
                     donor = SessionDonor(partial(dial_successor, *reach), state, executor)
                     receiver = TransferReceiver(state, executor)
-                    session = Session(stream, state, sender, grant, donor, receiver)
+                    session = Session(
+                        stream, state, self._scheduler, sender, grant, donor, receiver
+                    )
                     try:
                         await self._serve(session, trace)
                     finally:

@@ -62,11 +62,11 @@ async def session(scheduler: Scheduler, blocks: ModelBlocks) -> AsyncIterator[Se
         yield work
 
 
-def submit(work: SessionQueue, tokens: int = 1) -> None:
+def submit(scheduler: Scheduler, work: SessionQueue, tokens: int = 1) -> None:
     hidden = HiddenStates.from_tensor(torch.randn(tokens, work.blocks.hidden_size))
     rows = (RowSlice(0, 0, tokens),)
     step = Step(session=b"s" * 16, epoch=0, step=0, rows=rows, tensor=hidden.meta)
-    work.submit(step, hidden)
+    scheduler.submit(work, step, hidden)
 
 
 async def output(work: SessionQueue) -> None:
@@ -76,9 +76,9 @@ async def output(work: SessionQueue) -> None:
     await asyncio.sleep(0.001)  # what was learnt from it is learnt after it
 
 
-async def decode(work: SessionQueue, steps: int) -> None:
+async def decode(scheduler: Scheduler, work: SessionQueue, steps: int) -> None:
     for _ in range(steps):
-        submit(work)
+        submit(scheduler, work)
         await output(work)
 
 
@@ -86,15 +86,15 @@ async def test_of_steps_that_come_at_once_one_runs_before_the_loop_has_its_turn(
     blocks: ModelBlocks, watched: Watched
 ) -> None:
     async with running() as scheduler, session(scheduler, blocks) as work:
-        await decode(work, 5)
+        await decode(scheduler, work, 5)
         assert watched.here[-1]
         for _ in range(8):
-            submit(work)
+            submit(scheduler, work)
         assert watched.here[5:] == [True]
         for _ in range(8):
             await output(work)
         assert not any(watched.here[6:])
-        await decode(work, 2)
+        await decode(scheduler, work, 2)
         assert watched.here[-1]
 
 
@@ -104,10 +104,10 @@ async def test_what_other_blocks_took_says_nothing_of_these(
     start = blocks.span.start
     async with running() as scheduler:
         async with session(scheduler, blocks.select(Span(start, start + 1))) as work:
-            await decode(work, 5)
+            await decode(scheduler, work, 5)
             assert watched.here[-1]
         async with session(scheduler, blocks) as work:
-            await decode(work, 3)
+            await decode(scheduler, work, 3)
     assert watched.here[5:] == [False, True, True]
 
 
@@ -115,19 +115,19 @@ async def test_after_a_step_that_was_not_short_none_runs_here_for_a_while(
     blocks: ModelBlocks, watched: Watched
 ) -> None:
     async with running() as scheduler, session(scheduler, blocks) as work:
-        await decode(work, 20)
+        await decode(scheduler, work, 20)
         assert watched.here[-1]
         watched.seconds = 2 * INLINE_BUDGET_S
-        await decode(work, 1)
+        await decode(scheduler, work, 1)
         assert watched.here[-1]
         watched.seconds = 0.0
-        await decode(work, 20)
+        await decode(scheduler, work, 20)
     assert not any(watched.here[21:])
 
 
 async def test_a_prompt_never_runs_here(blocks: ModelBlocks, watched: Watched) -> None:
     async with running() as scheduler, session(scheduler, blocks) as work:
-        await decode(work, 10)
-        submit(work, 30)
+        await decode(scheduler, work, 10)
+        submit(scheduler, work, 30)
         await output(work)
         assert not watched.here[-1]

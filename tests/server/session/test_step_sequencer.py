@@ -41,15 +41,7 @@ class Inbox(StepSequencer):
             blocks=(0, 1),
         )
         client = PeerId("client")
-        queue = SessionQueue(
-            tables,
-            blocks,
-            client=client,
-            priority=0,
-            dtype=torch.float32,
-            wake_scheduler=lambda: None,
-            try_inline=lambda: False,
-        )
+        queue = SessionQueue(tables, blocks, client=client, priority=0, dtype=torch.float32)
         limits: Any = SimpleNamespace(trusted=())
         self.state = SessionState(opened, client, queue, cast(Any, None), limits)
         super().__init__(self.state, self._outgrow)
@@ -57,7 +49,7 @@ class Inbox(StepSequencer):
     def accept(self, step: Step, content: Any) -> bool:
         accepted = super().accept(step, content)
         if accepted:
-            self.state.queue.submit(step, asyncio.run(decode_step(step, content)))
+            self.state.queue.append(step, asyncio.run(decode_step(step, content)))
         return accepted
 
     @property
