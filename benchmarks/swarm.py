@@ -21,8 +21,8 @@ from nesa_node.cli.services.local_swarm import LocalNode, local_swarm
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.core.settings.models import default_cache_dir
 from nesa_node.core.span import split_evenly
-from nesa_node.engine.weights.checkpoint import open_checkpoint
 from nesa_node.engine.weights.demo_model import demo_model_path
+from nesa_node.engine.weights.hub import open_checkpoint
 
 QUESTION = "Describe how a lighthouse works."
 NEW_TOKENS = 64

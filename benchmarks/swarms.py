@@ -16,7 +16,8 @@ from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.span import Span, split_evenly
 from nesa_node.engine.model.devices import cache_bytes_per_token, compute_block_bytes
-from nesa_node.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.hub import open_checkpoint
 
 READY_TIMEOUT_S = 300.0
 """Many daemons that start at once on few cores take their time."""

@@ -21,7 +21,7 @@ from nesa_node.client.model import auto as opening
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.settings.models import ClientConfig
 from nesa_node.core.wait_tracking import WaitTracker
-from nesa_node.engine.weights.checkpoint import open_checkpoint
+from nesa_node.engine.weights.hub import open_checkpoint
 from tests.cli.tiny import write_tiny_model
 from tests.cli.told import told_now
 

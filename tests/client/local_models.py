@@ -15,7 +15,7 @@ from nesa_node.client.model.local import LocalConnection
 from nesa_node.client.session.base import SwarmConnection
 from nesa_node.core.span import Span
 from nesa_node.engine.model.loading import load_blocks
-from nesa_node.engine.weights.checkpoint import open_checkpoint
+from nesa_node.engine.weights.hub import open_checkpoint
 from tests.engine.tiny_models import VOCABULARY
 
 

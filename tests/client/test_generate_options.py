@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from nesa_node.client.model.auto import load_generation_config
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.engine.weights.checkpoint import open_checkpoint
+from nesa_node.engine.weights.hub import open_checkpoint
 from tests.client.local_models import left_padded, local_model, random_ids
 from tests.engine.tiny_models import VOCABULARY, reference
 from tests.same_tokens import assert_same_tokens

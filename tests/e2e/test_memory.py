@@ -19,7 +19,8 @@ from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.client.session.connection import open_connection
 from nesa_node.core.span import Span
 from nesa_node.engine.model.devices import cache_bytes_per_token, compute_block_bytes
-from nesa_node.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.swarm.protocol.messages import RowSlice
 from tests.engine.tiny_models import save_tiny_model
 from tests.swarms import daemons

@@ -14,7 +14,8 @@ from nesa_node.engine.cache.pages import PageTable, pages_for
 from nesa_node.engine.model import blocks as engine
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
-from nesa_node.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.hub import open_checkpoint
 
 THIRDS = (Span(0, 2), Span(2, 4), Span(4, 6))
 

@@ -8,7 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from nesa_node.engine.kernels import huge_pages
+from nesa_node.engine.kernels.huge_pages import get_mapping_address
 
 PAGE = mmap.PAGESIZE
 
@@ -18,7 +18,7 @@ def guarded(tensor: Tensor) -> Tensor:
     pages = -(-tensor.nbytes // PAGE)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, (pages + 2) * PAGE, flags=flags)
-    first = huge_pages.get_mapping_address(memory)
+    first = get_mapping_address(memory)
     for start in (first, first + (pages + 1) * PAGE):
         nothing = ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(PAGE), 0)
         assert nothing == 0

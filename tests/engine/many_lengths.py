@@ -10,7 +10,7 @@ import torch
 
 from nesa_node.core.span import Span
 from nesa_node.engine.model.loading import load_blocks
-from nesa_node.engine.weights.checkpoint import open_checkpoint
+from nesa_node.engine.weights.hub import open_checkpoint
 from tests.engine.chained import forward, new_row
 
 LENGTHS = (range(1, 100), range(100, 250))

@@ -13,7 +13,7 @@ import torch
 from nesa_node.core.span import Span
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.loading import load_blocks
-from nesa_node.engine.weights.checkpoint import open_checkpoint
+from nesa_node.engine.weights.hub import open_checkpoint
 from tests.engine.chained import forward, new_row
 
 

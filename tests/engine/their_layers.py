@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from nesa_node.core.settings.choices import QuantType
-from nesa_node.engine.kernels.int8 import MAX_LEVEL
 from nesa_node.engine.kernels.linear import make_linear
-from nesa_node.engine.kernels.nf4 import BLOCK_SIZE
+from nesa_node.engine.kernels.quantized_linear import BLOCK_SIZE, MAX_LEVEL
 
 _LAYERS: Any = bitsandbytes.nn
 _FUNCTIONS: Any = bitsandbytes.functional

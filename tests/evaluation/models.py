@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.engine.weights.checkpoint import open_checkpoint
+from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.engine.weights.tokenizer import load_tokenizer
 from nesa_node.evaluation.cells import Cell, LocalModels
 from tests.cli.tiny import VOCABULARY, WORDS

@@ -19,7 +19,8 @@ from nesa_node.client.routing import latencies as surroundings
 from nesa_node.core.ids import PeerId
 from nesa_node.core.settings.models import RouteName
 from nesa_node.core.span import Span
-from nesa_node.engine.weights.checkpoint import compute_model_id, open_checkpoint
+from nesa_node.engine.weights.checkpoint import compute_model_id
+from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.swarm.dht.records import NodeStatus
 from nesa_node.swarm.reputation import ReputationView
 from nesa_node.topology.links.packed import MeasuredLink, pack_links, peer_digest

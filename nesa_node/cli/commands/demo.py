@@ -77,8 +77,8 @@ def demo(
 
         from nesa_node.cli.services.demo_gateway import serve_until_stopped
         from nesa_node.cli.services.local_swarm import local_swarm
-        from nesa_node.engine.weights.checkpoint import open_checkpoint
         from nesa_node.engine.weights.demo_model import DEMO_MODEL_NAME, demo_model_path
+        from nesa_node.engine.weights.hub import open_checkpoint
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)

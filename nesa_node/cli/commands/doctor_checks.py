@@ -257,7 +257,7 @@ def check_model(config: ClientConfig, model: str) -> Iterator[Finding]:
     import torch
 
     from nesa_node.engine.model.devices import fit_blocks
-    from nesa_node.engine.weights.checkpoint import open_checkpoint
+    from nesa_node.engine.weights.hub import open_checkpoint
 
     device = config.device
     if device == "auto":

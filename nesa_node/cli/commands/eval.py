@@ -249,8 +249,8 @@ def _open_checkpoint(
     from transformers.utils import logging as transformers_logging
 
     from nesa_node.engine.kernels.threads import fix_threads
-    from nesa_node.engine.weights.checkpoint import open_checkpoint
     from nesa_node.engine.weights.demo_model import demo_model_path
+    from nesa_node.engine.weights.hub import open_checkpoint
     from nesa_node.engine.weights.tokenizer import load_tokenizer
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

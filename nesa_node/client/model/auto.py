@@ -38,7 +38,8 @@ from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.devices import choose_device, require_room_for_embedder_and_head
 from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
-from nesa_node.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.engine.weights.side_files import convert_parse_errors
 from nesa_node.engine.weights.tokenizer import load_discovered_tokenizer, load_tokenizer
 

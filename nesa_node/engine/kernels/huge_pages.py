@@ -18,7 +18,7 @@ malloc would take them from an arena of the loading thread and reuse it after fr
 span of 411 MiB was 630 MiB."""
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def allocate_in_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return an uninitialized CPU tensor, in huge pages as far as it fills them."""
     count = torch.Size(shape).numel()
     size = count * dtype.itemsize
@@ -42,16 +42,18 @@ def copy_to_huge_pages(tensor: Tensor) -> Tensor:
         return tensor.contiguous()
     if tensor.is_contiguous() and tensor.data_ptr() % HUGE_PAGE_BYTES == 0:
         return tensor
-    return empty(tensor.shape, tensor.dtype).copy_(tensor)
+    return allocate_in_huge_pages(tensor.shape, tensor.dtype).copy_(tensor)
 
 
-def concatenate(tensors: Sequence[Tensor]) -> Tensor:
+def concatenate_in_huge_pages(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate along the first dimension, into huge pages on the CPU."""
     first = tensors[0]
     if first.device.type != "cpu":
         return torch.cat(list(tensors))
     rows = sum(len(tensor) for tensor in tensors)
-    return torch.cat(list(tensors), out=empty((rows, *first.shape[1:]), first.dtype))
+    return torch.cat(
+        list(tensors), out=allocate_in_huge_pages((rows, *first.shape[1:]), first.dtype)
+    )
 
 
 def get_mapping_address(memory: mmap.mmap) -> int:

@@ -33,9 +33,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from nesa_node.engine.kernels import huge_pages
-from nesa_node.engine.kernels.matmul import AMX_MAX_TOKENS as MOST_IN_TILES
+from nesa_node.engine.kernels.huge_pages import copy_to_huge_pages
 from nesa_node.engine.kernels.matmul import (
+    AMX_MAX_TOKENS,
     GEMV_MAX_TOKENS,
     count_scratch_items,
     load_amx_matmul,
@@ -104,7 +104,7 @@ class FastLinear(nn.Linear):
             return super().forward(input)
         if tokens > self._gemv_max_tokens:
             input_TI = input.reshape(tokens, -1)
-            if self._amx_matmul is not None and tokens <= MOST_IN_TILES:
+            if self._amx_matmul is not None and tokens <= AMX_MAX_TOKENS:
                 output_TO = self._amx_matmul(input_TI, self.weight, self._float32_bias())
             else:
                 output_TO = self._transposed_product(input_TI)
@@ -127,7 +127,7 @@ class FastLinear(nn.Linear):
             return None
         weight, bias_O = self.weight, self._float32_bias()
         if tokens > self._gemv_max_tokens:
-            if self._amx_matmul is None or tokens > MOST_IN_TILES:
+            if self._amx_matmul is None or tokens > AMX_MAX_TOKENS:
                 return None
             turned = allocate_scratch(count_scratch_items(tokens, self.in_features), torch.int32)
             return self._amx_matmul.bind_calls(input_TI, turned, weight, bias_O, output_TO)
@@ -166,7 +166,7 @@ def replace_linear_layers(root: nn.Module) -> None:
         children: dict[str, Any] = parent._modules
         for name, child in children.items():
             if isinstance(child, Conv1D):
-                child = make_linear(huge_pages.copy_to_huge_pages(child.weight.t()), child.bias)
+                child = make_linear(copy_to_huge_pages(child.weight.t()), child.bias)
             if type(child) is nn.Linear:
                 setattr(parent, name, FastLinear(child))
     trim_malloc_heap()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nesa_node.core.logging import get_logger
-from nesa_node.engine.kernels import huge_pages
+from nesa_node.engine.kernels.huge_pages import get_mapping_address
 
 log = get_logger(__name__)
 
@@ -46,7 +46,7 @@ class _ExecutableMemory:
         size = sum(_round_up_to_cache_lines(code) for code in codes)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._memory = mmap.mmap(-1, size, flags=flags)
-        base, start = huge_pages.get_mapping_address(self._memory), 0
+        base, start = get_mapping_address(self._memory), 0
         self.addresses: list[int] = []
         for code in codes:
             self._memory[start : start + len(code)] = code

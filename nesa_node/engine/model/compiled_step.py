@@ -14,7 +14,7 @@ import ctypes
 import struct
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,7 @@ from nesa_node.engine.cache.paged_attention import PackedRow, PackedRows
 from nesa_node.engine.cache.pages import PagePool
 from nesa_node.engine.kernels.linear import FastLinear, KernelLaunch
 from nesa_node.engine.kernels.machine_code import NativeFunction
-
-if TYPE_CHECKING:
-    from nesa_node.engine.model.fused_decoder import FusedLayer, RMSNorm
+from nesa_node.engine.model.fused_layer import FusedLayer, RMSNorm
 
 MAX_VECTOR_FLOATS = 16
 """Floats in the widest vector register; sizes must be multiples of it."""

@@ -27,17 +27,15 @@ from transformers.activations import SiLUActivation
 from nesa_node.compression.hidden_states import BufferRange
 from nesa_node.core.span import Span
 from nesa_node.engine.cache.paged_attention import PackedRows
-from nesa_node.engine.kernels import huge_pages
-from nesa_node.engine.kernels.linear import make_linear
 from nesa_node.engine.kernels.machine_code import compile_functions
 from nesa_node.engine.kernels.matmul import DTYPE_NAMES
-from nesa_node.engine.kernels.quantize import QuantizedLinear
 from nesa_node.engine.model.compiled_step import (
     MAX_VECTOR_FLOATS,
     CompiledStep,
     DecoderFunctions,
     ScratchBuffers,
 )
+from nesa_node.engine.model.fused_layer import FusedLayer, RotaryCache
 
 COMPILED_MAX_TOKENS = 32
 """Tokens in a step. Above, torch's whole-tensor operations are cheap and its attention faster."""
@@ -121,9 +119,6 @@ def _layer_shape(layer: FusedLayer) -> tuple[str, int, int] | None:
     return DTYPE_NAMES[weight.dtype], layer.head_dim, layer.num_q_heads // layer.num_kv_heads
 
 
-MIN_ROTARY_POSITIONS = 1024
-
-
 class FusedDecoder(nn.Module):
     """Replacement of a decoder with Llama-shaped layers: the same weights and results.
 
@@ -175,152 +170,9 @@ class FusedDecoder(nn.Module):
         self._compiled_decoder.run(self._layers_in_order, inputs, outputs, tables, packed)
 
 
-class RotaryCache:
-    """Precomputed rotary cosines and sines of P positions.
-
-    They do not depend on a sequence's length: `families.context_length` excludes lengths that would
-    change the frequencies.
-    """
-
-    def __init__(self, rotary_emb: Any, head_dim: int, context_length: int, like_D: Tensor) -> None:
-        """Tables have the dtype and device of `like_D`."""
-        self._rotary_emb = rotary_emb
-        self._head_dim = head_dim
-        self._context_length = context_length
-        self._like_D = like_D
-        self._positions = 0
-        self._tables: tuple[Tensor, Tensor] | None = None
-
-    def tables_for(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and signed sines [P, 1, E] for at least `positions`."""
-        if self._tables is None or self._positions < positions:
-            self._tables = self._compute_tables(positions)
-            self._positions = len(self._tables[0])
-        return self._tables
-
-    @torch.inference_mode()
-    def _compute_tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        count = min(max(2 * positions, MIN_ROTARY_POSITIONS), self._context_length)
-        positions_1P = torch.arange(count, device=self._like_D.device).unsqueeze(0)
-        cos_1PE, sin_1PE = self._rotary_emb(self._like_D, positions_1P)
-        if cos_1PE.shape[-1] != self._head_dim:
-            raise ValueError(f"{cos_1PE.shape[-1]} of {self._head_dim} numbers of a head rotated")
-        half = sin_1PE.shape[-1] // 2
-        signed_1PE = torch.cat((-sin_1PE[..., :half], sin_1PE[..., half:]), dim=-1)
-        return cos_1PE[0].unsqueeze(1), signed_1PE[0].unsqueeze(1)
-
-
-class FusedLayer(nn.Module):
-    """Fused decoder layer of Llama, Mistral, Qwen2 or Qwen3."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
-        self.layer_idx: int = attention.layer_idx
-        self.window = _attention_window(attention)
-        self.scaling: float = attention.scaling
-        self.head_dim: int = attention.head_dim
-        self.num_rotary_heads = (attention.q_proj.out_features + attention.k_proj.out_features) // (
-            self.head_dim
-        )
-        self.num_q_heads = attention.q_proj.out_features // self.head_dim
-        self.num_kv_heads = self.num_rotary_heads - self.num_q_heads
-        self.qkv_proj = _concatenate_linears(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o_proj = attention.o_proj
-        self.gate_up_proj = _concatenate_linears(mlp.gate_proj, mlp.up_proj)
-        self.down_proj = mlp.down_proj
-        self.act_fn = mlp.act_fn
-        self.input_norm = RMSNorm.from_module(layer.input_layernorm)
-        self.post_attention_norm = RMSNorm.from_module(layer.post_attention_layernorm)
-        self.qk_norm: RMSNorm | None = None
-        if hasattr(attention, "q_norm"):
-            query_E, key_E = attention.q_norm.weight, attention.k_norm.weight
-            keys = self.num_rotary_heads - self.num_q_heads
-            weight = torch.cat((query_E.expand(self.num_q_heads, -1), key_E.expand(keys, -1)))
-            self.qk_norm = RMSNorm(weight, attention.q_norm.variance_epsilon)
-
-    def forward(
-        self, hidden_TD: Tensor, rotation: tuple[Tensor, Tensor], packed: PackedRows
-    ) -> Tensor:
-        """Run the layer on [T, D]. `rotation`: cosines and signed sines [T, 1, E]."""
-        hidden_TD = self._attention(hidden_TD, rotation, packed).add_(hidden_TD)
-        return self._mlp(hidden_TD).add_(hidden_TD)
-
-    def _attention(
-        self, hidden_TD: Tensor, rotation: tuple[Tensor, Tensor], packed: PackedRows
-    ) -> Tensor:
-        tokens = len(hidden_TD)
-        qkv = self.qkv_proj.forward(self.input_norm.forward(hidden_TD))
-        qkv = qkv.view(tokens, -1, self.head_dim)
-        turned = qkv[:, : self.num_rotary_heads]
-        if self.qk_norm is not None:
-            turned = self.qk_norm.forward(turned)
-        cos, sin = rotation
-        # Rotate by swapping the halves of each head; the signs are in the sines.
-        swapped = turned.roll(self.head_dim // 2, -1)
-        # One product at a time, so that 16-bit results are rounded where transformers rounds them.
-        turned = (turned * cos).add_(swapped.mul_(sin))
-        packed.store_kv(
-            self.layer_idx, turned[:, self.num_q_heads :], qkv[:, self.num_rotary_heads :]
-        )
-        attended = packed.compute_attention(
-            self.layer_idx, turned[:, : self.num_q_heads], self.scaling, window=self.window
-        )
-        output_TD: Tensor = self.o_proj.forward(attended.reshape(tokens, -1))
-        return output_TD
-
-    def _mlp(self, hidden_TD: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj.forward(self.post_attention_norm.forward(hidden_TD)).chunk(
-            2, dim=-1
-        )
-        output_TD: Tensor = self.down_proj.forward(self.act_fn.forward(gate).mul_(up))
-        return output_TD
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm, computed in float32 as in transformers."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.eps = eps
-
-    @classmethod
-    def from_module(cls, norm: Any) -> RMSNorm:
-        return cls(norm.weight, norm.variance_epsilon)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        wide = inputs.float()
-        scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (wide * scale).to(inputs.dtype).mul_(self.weight)
-
-
 def _make_compiled_decoder(layers: Sequence[FusedLayer]) -> CompiledDecoder | None:
     """Return a compiled decoder for `layers`; None if their shape is unsupported."""
     try:
         return CompiledDecoder(layers)
     except ValueError:
         return None
-
-
-def _attention_window(attention: Any) -> int | None:
-    """Return the sliding window of a layer's attention in tokens; None if it is unbounded."""
-    if hasattr(attention, "sliding_window"):
-        window: int | None = attention.sliding_window
-    elif attention.config.model_type == "mistral":
-        window = attention.config.sliding_window
-    else:
-        window = None
-    return window
-
-
-def _concatenate_linears(*linears: Any) -> nn.Module:
-    """Return one linear layer with the concatenated outputs of `linears`."""
-    kind = type(linears[0])
-    if issubclass(kind, QuantizedLinear):
-        joined: nn.Module = kind.concatenate(linears)
-        return joined
-    biases: list[Tensor | None] = [linear.bias for linear in linears]
-    known = [bias for bias in biases if bias is not None]
-    weight_OI = huge_pages.concatenate([linear.weight for linear in linears])
-    return make_linear(weight_OI, torch.cat(known) if known else None)

@@ -100,30 +100,8 @@ def load_blocks(
     )
 
 
-def load_embedder(
-    checkpoint: Checkpoint,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    progress: Progress | None = None,
-) -> Embedder:
-    """Load the embedding. Raises as `load_blocks` does."""
-    return _load_embedder(Skeleton(checkpoint), dtype, torch.device(device), progress)
-
-
-def load_head(
-    checkpoint: Checkpoint,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    progress: Progress | None = None,
-) -> Head:
-    """Load the final norm and the LM head. Raises as `load_blocks` does."""
-    return _load_head(Skeleton(checkpoint), dtype, torch.device(device), progress)
-
-
 def embedder_and_head_names(skeleton: Skeleton) -> list[str]:
-    """Return the names of the tensors that `load_ends` loads."""
+    """Return the names of the tensors that `load_embedder_and_head` loads."""
     return [*_embedder_names(skeleton), *_head_names(skeleton)]
 
 

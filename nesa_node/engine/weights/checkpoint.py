@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -21,7 +20,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from nesa_node.core.errors import (
-    ConfigError,
     CorruptCheckpointError,
     ModelNotFoundError,
     UnsafeCheckpointError,
@@ -65,7 +63,6 @@ def _sample_digest(folder: Path, name: str, info: TensorInfo) -> str:
 SINGLE_FILE = "model.safetensors"
 MAX_WEIGHT_FILES = 2048
 _PICKLE_SUFFIX = re.compile(r"\.(bin|pt|pth|ckpt|pkl|h5|msgpack)$")
-_HUB_NAME_PATTERN = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class Checkpoint(ABC):
@@ -150,46 +147,6 @@ class LocalCheckpoint(Checkpoint):
 
     def _list_files(self) -> Iterable[str]:
         return (path.name for path in self.folder.iterdir())
-
-
-def open_checkpoint(
-    model: str,
-    *,
-    revision: str | None = None,
-    token: str | None = None,
-    cache_dir: Path,
-    max_disk_bytes: int | None = None,
-    evicts: bool = False,
-    endpoint: str | None = None,
-) -> Checkpoint:
-    """Open a local folder, or a hub repository by name (its config and headers only).
-
-    Blocks the thread. `open_hub` explains how the cache under `cache_dir` is bounded. Raises
-    `ModelNotFoundError`, `UnsupportedModelError`, `UnsafeCheckpointError`,
-    `CorruptCheckpointError`, `DiskLimitError`, and `ConfigError` for a revision of a folder.
-    """
-    folder = Path(os.path.expanduser(model))
-    if folder.is_dir():
-        if revision is not None:
-            raise ConfigError(f"a revision names a version on the hub; {folder} is a local folder")
-        return open_folder(folder)
-    if folder.exists() or not _HUB_NAME_PATTERN.fullmatch(model) or model.startswith("."):
-        raise ModelNotFoundError(
-            f"{model} is no folder; give a folder with config.json and *.safetensors, "
-            "or a name on the hub such as HuggingFaceTB/SmolLM2-135M-Instruct"
-        )
-    # Lazy: huggingface_hub reads its environment variables on import.
-    from nesa_node.engine.weights.hub import open_hub
-
-    return open_hub(
-        model,
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
-        max_disk_bytes=max_disk_bytes,
-        evicts=evicts,
-        endpoint=endpoint,
-    )
 
 
 def open_folder(folder: Path) -> LocalCheckpoint:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,10 +32,15 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import tqdm as hub_tqdm
 from transformers import PreTrainedConfig
 
-from nesa_node.core.errors import CorruptCheckpointError, DiskLimitError, ModelNotFoundError
+from nesa_node.core.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    DiskLimitError,
+    ModelNotFoundError,
+)
 from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
-from nesa_node.engine.weights.checkpoint import Checkpoint, list_weight_files
+from nesa_node.engine.weights.checkpoint import Checkpoint, list_weight_files, open_folder
 from nesa_node.engine.weights.model_config import read_config
 from nesa_node.engine.weights.progress import Progress
 from nesa_node.engine.weights.safetensors_file import TensorInfo, parse_header, read_header
@@ -224,6 +230,9 @@ class HubRepository:
         return isinstance(found, str)
 
 
+_HUB_NAME_PATTERN = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
 class HubCheckpoint(Checkpoint):
     def __init__(
         self,
@@ -261,6 +270,43 @@ class HubCheckpoint(Checkpoint):
     def tensor_digests(self) -> Mapping[str, str]:
         files = {info.file for info in self.tensors.values()}
         return {file: self._repository.files[file].digest for file in files}
+
+
+def open_checkpoint(
+    model: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: Path,
+    max_disk_bytes: int | None = None,
+    evicts: bool = False,
+    endpoint: str | None = None,
+) -> Checkpoint:
+    """Open a local folder, or a hub repository by name (its config and headers only).
+
+    Blocks the thread. `open_hub` explains how the cache under `cache_dir` is bounded. Raises
+    `ModelNotFoundError`, `UnsupportedModelError`, `UnsafeCheckpointError`,
+    `CorruptCheckpointError`, `DiskLimitError`, and `ConfigError` for a revision of a folder.
+    """
+    folder = Path(os.path.expanduser(model))
+    if folder.is_dir():
+        if revision is not None:
+            raise ConfigError(f"a revision names a version on the hub; {folder} is a local folder")
+        return open_folder(folder)
+    if folder.exists() or not _HUB_NAME_PATTERN.fullmatch(model) or model.startswith("."):
+        raise ModelNotFoundError(
+            f"{model} is no folder; give a folder with config.json and *.safetensors, "
+            "or a name on the hub such as HuggingFaceTB/SmolLM2-135M-Instruct"
+        )
+    return open_hub(
+        model,
+        revision=revision,
+        token=token,
+        cache_dir=cache_dir,
+        max_disk_bytes=max_disk_bytes,
+        evicts=evicts,
+        endpoint=endpoint,
+    )
 
 
 def open_hub(

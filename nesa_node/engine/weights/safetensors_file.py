@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
-from nesa_node.engine.kernels import huge_pages
+from nesa_node.engine.kernels.huge_pages import allocate_in_huge_pages
 from nesa_node.engine.weights.side_files import parse_json
 
 MAX_HEADER_BYTES = 25_000_000
@@ -115,7 +115,7 @@ def read_tensor(folder: Path, info: TensorInfo) -> Tensor:
 
     Raises `CorruptCheckpointError` for a truncated file.
     """
-    tensor = huge_pages.empty(info.shape, info.dtype)
+    tensor = allocate_in_huge_pages(info.shape, info.dtype)
     if not info.nbytes:
         return tensor
     target = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)

@@ -31,8 +31,8 @@ from transformers.core_model_loading import (
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.span import Span
-from nesa_node.engine.kernels import huge_pages
-from nesa_node.engine.kernels.quantize import (
+from nesa_node.engine.kernels.huge_pages import copy_to_huge_pages
+from nesa_node.engine.kernels.quantized_linear import (
     compute_quantized_bytes,
     is_quantizable,
     make_quantized_linear,
@@ -279,7 +279,7 @@ class Skeleton:
         tensor = self._read_checked(name, stored).to(device=device, dtype=dtype)
         if twin is not None and torch.equal(twin, tensor):
             return twin
-        tensor = huge_pages.copy_to_huge_pages(tensor)
+        tensor = copy_to_huge_pages(tensor)
         if name in self._tied_names:
             self._loaded_tied_tensors[name] = tensor
         return tensor

@@ -12,7 +12,8 @@ from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.settings.models import NodeConfig, secret_text
 from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.devices import choose_device
-from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id, open_checkpoint
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
+from nesa_node.engine.weights.hub import open_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import ModelId
 from nesa_node.core.settings.models import GatewayConfig
-from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id, open_checkpoint
-from nesa_node.engine.weights.hub import compute_folder_bytes
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
+from nesa_node.engine.weights.hub import compute_folder_bytes, open_checkpoint
 from tests.engine.fake_hub import FakeHub, fake_hub
 from tests.engine.tiny_models import save_tiny_model
 

@@ -22,8 +22,8 @@ from nesa_node.client.model.generation_options import StopCondition, argmax_allo
 from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.client.model.loop_thread import Interrupt
 from nesa_node.core.errors import ContextLengthError, MissingBlocksError
-from nesa_node.engine.model.loading import load_embedder
-from nesa_node.engine.weights.checkpoint import open_checkpoint
+from nesa_node.engine.model.loading import load_embedder_and_head
+from nesa_node.engine.weights.hub import open_checkpoint
 from tests.client.local_models import left_padded, local_model, random_ids
 from tests.client.test_lifecycle import ScriptedConnection, scripted_model
 from tests.engine.tiny_models import FAMILIES, reference
@@ -277,7 +277,7 @@ def test_tokens_of_several_rows_are_embedded_as_each_by_itself(
 ) -> None:
     folder = tiny(family)
     checkpoint = open_checkpoint(str(folder), cache_dir=folder)
-    embedder = load_embedder(checkpoint, dtype=torch.float32, device="cpu")
+    embedder, _ = load_embedder_and_head(checkpoint, dtype=torch.float32, device="cpu")
     ids, positions = torch.tensor([7, 3, 300]), torch.tensor([0, 41, 2])
     each = [embedder(ids[row : row + 1], int(positions[row])) for row in range(3)]
     assert torch.equal(embedder.embed_rows(ids, positions), torch.cat(each))

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nesa_node.core.errors import UnsupportedModelError
-from nesa_node.engine.kernels import huge_pages
 from nesa_node.engine.kernels import matmul as unpacked
-from nesa_node.engine.kernels.int8 import MAX_LEVEL, Int8Linear, quantize
+from nesa_node.engine.kernels.huge_pages import get_mapping_address
 from nesa_node.engine.kernels.machine_code import load_functions
 from nesa_node.engine.kernels.matmul import DTYPE_NAMES, GEMV_MAX_TOKENS
 from nesa_node.engine.kernels.native.compiler import compile_functions
 from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
+from nesa_node.engine.kernels.quantized_linear import MAX_LEVEL, Int8Linear, quantize_int8
 from tests.engine.their_layers import THRESHOLD, int8_layer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,9 +54,9 @@ def weights(outputs: int, inputs: int) -> Tensor:
 def layer(
     outputs: int, inputs: int, dtype: torch.dtype = torch.float32, *, bias: bool = False
 ) -> Int8Linear:
-    levels_OI, scales_O = quantize(weights(outputs, inputs))
+    levels_OI, scales_O = quantize_int8(weights(outputs, inputs))
     bias_O = nn.Parameter(torch.randn(outputs).to(dtype), requires_grad=False) if bias else None
-    return Int8Linear(levels_OI, scales_O, bias_O, dtype)
+    return Int8Linear(levels_OI, scales_O, levels_OI.shape, bias_O, dtype)
 
 
 def activations(
@@ -100,28 +100,28 @@ def one_by_one(x_TI: Tensor) -> list[Tensor]:
 def test_the_format_is_that_of_bitsandbytes(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight_OI = weights(*shape).to(dtype)
     weight_OI[-1, : shape[1] // 2] *= 50
-    levels_OI, scales_O = quantize(weight_OI)
+    levels_OI, scales_O = quantize_int8(weight_OI)
     expected_OI, expected_O, _ = theirs.int8_vectorwise_quant(weight_OI.half())
     assert torch.equal(levels_OI, expected_OI)
     assert torch.equal(scales_O, expected_O)
-    turned_OI, _ = quantize(weight_OI.t().contiguous().t())
+    turned_OI, _ = quantize_int8(weight_OI.t().contiguous().t())
     assert torch.equal(turned_OI, expected_OI)
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
     weight_OI = weights(4, 64)
     weight_OI[2] = 0
-    levels_OI, scales_O = quantize(weight_OI)
+    levels_OI, scales_O = quantize_int8(weight_OI)
     assert not levels_OI[2].any()
     x_TI = activations(3, 64, 2, torch.float32)
-    output = Int8Linear(levels_OI, scales_O, None, torch.float32)(x_TI)
+    output = Int8Linear(levels_OI, scales_O, levels_OI.shape, None, torch.float32)(x_TI)
     assert not output[:, 2].any()
     assert output.isfinite().all()
 
 
 def test_weights_beyond_sixteen_bits_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="--quant-type none"):
-        quantize(weights(4, 64) * 1e6)
+        quantize_int8(weights(4, 64) * 1e6)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -153,7 +153,7 @@ def test_outliers_a_thousand_times_larger_leave_the_others_as_they_are(
     """Against what the other inputs alone come to, where the weights of outliers are zeros."""
     weight_OI = weights(64, 256)
     weight_OI[:, :4] = 0
-    linear = Int8Linear(*quantize(weight_OI), None, dtype)
+    linear = Int8Linear(*quantize_int8(weight_OI), weight_OI.shape, None, dtype)
     x_TI = torch.randn(tokens, 256).to(dtype)
     alone = linear(x_TI)
     x_TI[:, :4] *= 1000
@@ -264,7 +264,7 @@ def test_nothing_beside_the_tensors_is_read_or_written(dtype: torch.dtype) -> No
     levels_OI = at_the_end(PAGE // 64, 64, torch.int8)
     levels_OI.random_(-MAX_LEVEL, MAX_LEVEL)
     scales_O = torch.rand(len(levels_OI))
-    linear = Int8Linear(levels_OI, scales_O, None, dtype)
+    linear = Int8Linear(levels_OI, scales_O, levels_OI.shape, None, dtype)
     assert linear._functions is not None
     for tokens in range(1, GEMV_MAX_TOKENS + 2):
         x_TI = at_the_end(tokens, 64, dtype).copy_(activations(tokens, 64, 3, dtype))
@@ -273,7 +273,7 @@ def test_nothing_beside_the_tensors_is_read_or_written(dtype: torch.dtype) -> No
 
 def at_the_end(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     memory = mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    beyond = ctypes.c_void_p(huge_pages.get_mapping_address(memory) + PAGE)
+    beyond = ctypes.c_void_p(get_mapping_address(memory) + PAGE)
     assert ctypes.CDLL(None).mprotect(beyond, ctypes.c_size_t(PAGE), 0) == 0
     start = PAGE - rows * columns * dtype.itemsize
     count = rows * columns
@@ -330,9 +330,9 @@ def test_bitsandbytes_is_not_imported_on_the_cpu() -> None:
     """It takes seconds and 120 MB, and may fetch code to run."""
     program = (
         "import sys, torch\n"
-        "from nesa_node.engine.kernels.quantize import quantized_linear\n"
+        "from nesa_node.engine.kernels.quantized_linear import make_quantized_linear\n"
         "for kind in ('int8', 'nf4'):\n"
-        "    linear = quantized_linear(torch.nn.Linear(64, 64), torch.randn(64, 64), kind,\n"
+        "    linear = make_quantized_linear(torch.nn.Linear(64, 64), torch.randn(64, 64), kind,\n"
         "        dtype=torch.float32, device=torch.device('cpu'))\n"
         "    linear(torch.randn(1, 64)), linear(torch.randn(20, 64))\n"
         "assert 'bitsandbytes' not in sys.modules\n"

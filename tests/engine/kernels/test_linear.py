@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from nesa_node.core.span import Span
-from nesa_node.engine.kernels import huge_pages, machine_code
+from nesa_node.engine.kernels import machine_code
+from nesa_node.engine.kernels.huge_pages import (
+    HUGE_PAGE_BYTES,
+    allocate_in_huge_pages,
+    copy_to_huge_pages,
+    get_mapping_address,
+)
 from nesa_node.engine.kernels.linear import FastLinear, make_linear, replace_linear_layers
 from nesa_node.engine.kernels.machine_code import load_functions
 from nesa_node.engine.kernels.matmul import (
@@ -225,7 +231,7 @@ def test_nothing_beside_the_tensors_is_read_or_written(dtype: torch.dtype) -> No
     assert product is not None
     outputs, inputs = PAGE // 64, 64 // dtype.itemsize
     memory = mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    beyond = ctypes.c_void_p(huge_pages.get_mapping_address(memory) + PAGE)
+    beyond = ctypes.c_void_p(get_mapping_address(memory) + PAGE)
     assert ctypes.CDLL(None).mprotect(beyond, ctypes.c_size_t(PAGE), 0) == 0
     weight_OI = torch.frombuffer(memory, dtype=dtype, count=outputs * inputs)
     weight_OI = weight_OI.view(outputs, inputs).normal_()
@@ -345,7 +351,7 @@ def test_where_made_code_may_not_run_torch_computes(
 ) -> None:
     monkeypatch.setattr(machine_code, "_READ_AND_RUN", 1 << 20)  # no such protection
     assert layer(64, 128, torch.float32)._gemv is None
-    assert "may not run code" in capsys.readouterr().err
+    assert "may not execute memory" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's flags of processors")
@@ -433,32 +439,32 @@ def huge_kilobytes(tensor: Tensor) -> int:
 def test_the_kernel_is_asked_for_whole_huge_pages() -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this kernel has none")
-    tensor = huge_pages.empty((5 << 20,), torch.int8)
+    tensor = allocate_in_huge_pages((5 << 20,), torch.int8)
     assert huge_kilobytes(tensor) == 4 << 10
 
 
 def test_a_kernel_without_huge_pages_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)
-    assert huge_pages.copy_to_huge_pages(torch.ones(1 << 20)).sum() == 1 << 20
+    assert copy_to_huge_pages(torch.ones(1 << 20)).sum() == 1 << 20
 
 
 @pytest.mark.parametrize("shape", [(1 << 19,), (1025, 1024), (3, 700, 1024)])
 def test_what_is_large_lies_in_huge_pages(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape)
-    copy = huge_pages.copy_to_huge_pages(tensor)
+    copy = copy_to_huge_pages(tensor)
     assert torch.equal(copy, tensor)
     assert copy.data_ptr() != tensor.data_ptr()
-    assert copy.data_ptr() % huge_pages.HUGE_PAGE_BYTES == 0
+    assert copy.data_ptr() % HUGE_PAGE_BYTES == 0
     if len(shape) > 1:
-        turned = huge_pages.copy_to_huge_pages(tensor.mT)
+        turned = copy_to_huge_pages(tensor.mT)
         assert turned.is_contiguous()
         assert torch.equal(turned, tensor.mT)
 
 
 def test_what_is_small_is_not_copied() -> None:
     tensor = torch.randn(1000)
-    assert huge_pages.copy_to_huge_pages(tensor) is tensor
-    turned = huge_pages.copy_to_huge_pages(torch.randn(3, 5).t())
+    assert copy_to_huge_pages(tensor) is tensor
+    turned = copy_to_huge_pages(torch.randn(3, 5).t())
     assert turned.is_contiguous()
     assert turned.shape == (5, 3)
 

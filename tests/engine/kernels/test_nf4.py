@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nesa_node.engine.kernels import huge_pages
 from nesa_node.engine.kernels import matmul as unpacked
+from nesa_node.engine.kernels.huge_pages import get_mapping_address
 from nesa_node.engine.kernels.matmul import GEMV_MAX_TOKENS
-from nesa_node.engine.kernels.nf4 import BLOCK_SIZE, Nf4Linear, quantize
+from nesa_node.engine.kernels.quantized_linear import BLOCK_SIZE, Nf4Linear, quantize_nf4
 from tests.engine.their_layers import nf4_and_back, nf4_layer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,7 +44,7 @@ def weights(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> Te
 def layer(
     outputs: int, inputs: int, dtype: torch.dtype = torch.float32, *, bias: bool = False
 ) -> Nf4Linear:
-    packed, peaks_N = quantize(weights(outputs, inputs, dtype))
+    packed, peaks_N = quantize_nf4(weights(outputs, inputs, dtype))
     bias_O = nn.Parameter(torch.randn(outputs).to(dtype), requires_grad=False) if bias else None
     return Nf4Linear(packed, peaks_N, (outputs, inputs), bias_O, dtype)
 
@@ -68,13 +68,13 @@ def test_the_format_is_that_of_bitsandbytes(dtype: torch.dtype, shape: tuple[int
     weight_OI = weights(*shape, dtype)
     weight_OI[0, :3] *= 40
     weight_OI.view(-1, BLOCK_SIZE)[-1] = 0
-    packed, peaks_N = quantize(weight_OI)
+    packed, peaks_N = quantize_nf4(weight_OI)
     expected, state = theirs.quantize_4bit(weight_OI, blocksize=BLOCK_SIZE, quant_type="nf4")
     assert torch.equal(packed, expected.squeeze(1))
     assert torch.equal(peaks_N, state.absmax)
     ours = Nf4Linear(packed, peaks_N, shape, None, dtype).dequantize(dtype)
     assert torch.equal(ours, nf4_and_back(weight_OI))
-    turned, _ = quantize(weight_OI.t().contiguous().t())
+    turned, _ = quantize_nf4(weight_OI.t().contiguous().t())
     assert torch.equal(turned, packed)
 
 
@@ -152,7 +152,7 @@ def test_a_token_has_the_same_bits_whatever_it_is_batched_with(
 def test_nothing_beside_the_tensors_is_read_or_written(dtype: torch.dtype) -> None:
     """The weight ends where memory ends."""
     memory = mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    beyond = ctypes.c_void_p(huge_pages.get_mapping_address(memory) + PAGE)
+    beyond = ctypes.c_void_p(get_mapping_address(memory) + PAGE)
     assert ctypes.CDLL(None).mprotect(beyond, ctypes.c_size_t(PAGE), 0) == 0
     packed = torch.frombuffer(memory, dtype=torch.uint8, count=PAGE).random_()
     shape = (2 * PAGE // BLOCK_SIZE, BLOCK_SIZE)

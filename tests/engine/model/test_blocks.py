@@ -11,7 +11,7 @@ from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import PAGE_TOKENS
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.fused_decoder import COMPILED_MAX_TOKENS
-from nesa_node.engine.model.loading import load_blocks, load_embedder, load_head
+from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
 from nesa_node.engine.model.throughput import (
     MAX_DECODE_STEPS,
     MAX_PREFILL_REPEATS,
@@ -167,15 +167,14 @@ def test_progress_ends_at_the_bytes_loaded(models_dir: Path) -> None:
 
 def test_ends_load_alone(models_dir: Path) -> None:
     checkpoint = open_local(save_tiny_model("opt_projected", models_dir))
-    embedder = load_embedder(checkpoint, dtype=torch.float32, device="cpu")
-    head = load_head(checkpoint, dtype=torch.float32, device="cpu")
+    embedder, head = load_embedder_and_head(checkpoint, dtype=torch.float32, device="cpu")
     assert head(embedder(torch.tensor([1, 2, 3]), 0)).shape == (3, head.vocab_size)
 
 
 @pytest.mark.parametrize("ids", [[-1], [320]])
 def test_ids_outside_the_vocabulary_are_refused(ids: list[int], models_dir: Path) -> None:
     checkpoint = open_local(save_tiny_model("gpt2", models_dir))
-    embedder = load_embedder(checkpoint, dtype=torch.float32, device="cpu")
+    embedder, _ = load_embedder_and_head(checkpoint, dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match="0 to 319"):
         embedder(torch.tensor(ids), 0)
     with pytest.raises(ContextLengthError):

@@ -29,10 +29,10 @@ from nesa_node.engine.model.compiled_step import MAX_VECTOR_FLOATS, float_as_fie
 from nesa_node.engine.model.fused_decoder import (
     COMPILED_MAX_TOKENS,
     MAX_COMPILED_STEPS,
-    MIN_ROTARY_POSITIONS,
     CompiledDecoder,
     FusedDecoder,
 )
+from nesa_node.engine.model.fused_layer import MIN_ROTARY_POSITIONS
 from nesa_node.engine.model.loading import load_blocks
 from tests.engine.chained import distance, forward, new_row, open_local
 from tests.engine.guarded import guarded

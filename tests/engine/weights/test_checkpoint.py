@@ -18,8 +18,8 @@ from nesa_node.core.errors import (
 from nesa_node.core.span import Span
 from nesa_node.engine.kernels.huge_pages import HUGE_PAGE_BYTES, copy_to_huge_pages
 from nesa_node.engine.model.loading import load_blocks
-from nesa_node.engine.weights.checkpoint import open_checkpoint
 from nesa_node.engine.weights.families import FAMILIES
+from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.engine.weights.safetensors_file import read_header, read_tensor
 from nesa_node.engine.weights.tokenizer import load_tokenizer
 from tests.engine.chained import open_local

@@ -16,7 +16,8 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.span import Span
 from nesa_node.engine.model.loading import load_blocks
-from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id, open_checkpoint
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
+from nesa_node.engine.weights.hub import open_checkpoint
 from tests.engine.chained import forward, new_row, open_local
 from tests.engine.fake_hub import COMMIT, FakeHub, fake_hub
 from tests.engine.tiny_models import reference, save_tiny_model
