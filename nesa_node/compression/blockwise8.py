@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from nesa_node.compression.codec import (
     DTYPES,
     MIN_BLOCK_ABSMAX,
+    TensorLayout,
     add_rounding_bound,
     concat_bytes,
     read_values,
@@ -40,9 +41,6 @@ from nesa_node.compression.quantization import (
     zero_channels,
 )
 from nesa_node.core.extras import require_node
-
-if TYPE_CHECKING:
-    from nesa_node.compression.tensors import TensorMeta
 
 _MAP_DECADES = 7
 _MAX_RELATIVE_ERROR = 0.9 / 128 + 2.0**-14
@@ -75,7 +73,7 @@ class Blockwise8:
     def text(self) -> str:
         return f"blockwise8@2:{self.block}:{self.outliers}"
 
-    def nbytes(self, meta: TensorMeta) -> int:
+    def nbytes(self, meta: TensorLayout) -> int:
         blocks = self._blocks(meta.shape)
         count = self._num_outliers(blocks)
         start = _scales_start(blocks, count)
@@ -101,7 +99,7 @@ class Blockwise8:
             codes_RD,
         )
 
-    def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
+    def decode(self, meta: TensorLayout, data: memoryview, device: torch.device) -> Tensor:
         blocks = self._blocks(meta.shape)
         count = self._num_outliers(blocks)
         start = _scales_start(blocks, count)

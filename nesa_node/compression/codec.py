@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from nesa_node.core.errors import ProtocolError
-
-if TYPE_CHECKING:
-    from nesa_node.compression.tensors import TensorMeta
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -45,6 +43,16 @@ _ROUNDING_ERRORS: Mapping[torch.dtype, tuple[float, float]] = {
 }
 
 
+class TensorLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Fields of `TensorMeta`, which adds what needs the registry of codecs."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    codec: str = "none"
+    size: int | msgspec.UnsetType = msgspec.UNSET
+    """Bytes of the payload if they depend on the values (`lossless`); else not on the wire."""
+
+
 class Codec(Protocol):
     """An encoding of a tensor's values as bytes.
 
@@ -62,7 +70,7 @@ class Codec(Protocol):
         """Whether `decode` returns the encoded values unchanged, for all tensors."""
         ...
 
-    def nbytes(self, meta: TensorMeta) -> int:
+    def nbytes(self, meta: TensorLayout) -> int:
         """The payload's size in bytes. The shape must be within bounds and not empty.
 
         Raises `ProtocolError("bad_tensor")` for an impossible announced size.
@@ -77,7 +85,7 @@ class Codec(Protocol):
         """
         ...
 
-    def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
+    def decode(self, meta: TensorLayout, data: memoryview, device: torch.device) -> Tensor:
         """Decode `data` of exactly `nbytes(meta)` bytes to a tensor of the meta's dtype and shape.
 
         Raises `ProtocolError("bad_tensor")` for bytes that `encode` cannot have written.

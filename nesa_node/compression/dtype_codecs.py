@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from nesa_node.compression.codec import (
     DTYPES,
+    TensorLayout,
     add_rounding_bound,
     concat_bytes,
     is_finite,
@@ -23,9 +24,6 @@ from nesa_node.compression.codec import (
 )
 from nesa_node.core.errors import ProtocolError
 
-if TYPE_CHECKING:
-    from nesa_node.compression.tensors import TensorMeta
-
 
 @dataclass(frozen=True, slots=True)
 class RawCodec:
@@ -34,7 +32,7 @@ class RawCodec:
     text: ClassVar[str] = "none"
     exact: ClassVar[bool] = True
 
-    def nbytes(self, meta: TensorMeta) -> int:
+    def nbytes(self, meta: TensorLayout) -> int:
         return math.prod(meta.shape) * DTYPES[meta.dtype].itemsize
 
     def encode(self, tensor: Tensor) -> memoryview:
@@ -45,7 +43,7 @@ class RawCodec:
         array = plain.numpy()
         return array.data.cast("B") if array.size else memoryview(b"")
 
-    def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
+    def decode(self, meta: TensorLayout, data: memoryview, device: torch.device) -> Tensor:
         dtype = DTYPES[meta.dtype]
         if not data.nbytes:
             return torch.empty(meta.shape, dtype=dtype, device=device)
@@ -75,7 +73,7 @@ class Cast:
     def exact(self) -> bool:
         return False
 
-    def nbytes(self, meta: TensorMeta) -> int:
+    def nbytes(self, meta: TensorLayout) -> int:
         return 2 * math.prod(meta.shape)
 
     def encode(self, tensor: Tensor) -> memoryview:
@@ -87,7 +85,7 @@ class Cast:
             )
         return concat_bytes(cast)
 
-    def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
+    def decode(self, meta: TensorLayout, data: memoryview, device: torch.device) -> Tensor:
         cast = read_values(data, 0, math.prod(meta.shape), DTYPES[self.text]).to(device)
         dtype = DTYPES[meta.dtype]
         if cast.dtype == dtype:

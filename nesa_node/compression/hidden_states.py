@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nesa_node.compression import tensors
 from nesa_node.compression.codec import (
     DTYPE_NAMES,
     DTYPES,
@@ -20,7 +19,7 @@ from nesa_node.compression.codec import (
     is_finite,
     is_finite_payload,
 )
-from nesa_node.compression.tensors import TensorMeta
+from nesa_node.compression.tensors import TensorMeta, check_values, decode, encode, is_small
 
 
 class BufferRange(NamedTuple):
@@ -73,11 +72,11 @@ class HiddenStates:
     def from_payload(
         cls, meta: TensorMeta, payload: bytearray | memoryview, *, max_bytes: int
     ) -> HiddenStates:
-        """Decode and check a peer's payload. Raises `ProtocolError` as `tensors.decode` does."""
-        if tensors.is_small(meta, payload):
-            tensors.check_values(meta, payload, max_bytes=max_bytes)
+        """Decode and check a peer's payload. Raises `ProtocolError` as `decode` does."""
+        if is_small(meta, payload):
+            check_values(meta, payload, max_bytes=max_bytes)
             return cls(meta, payload)
-        return cls.from_tensor(tensors.decode(meta, payload, max_bytes=max_bytes))
+        return cls.from_tensor(decode(meta, payload, max_bytes=max_bytes))
 
     @property
     def is_finite(self) -> bool:
@@ -99,7 +98,7 @@ class HiddenStates:
             if brief is not None:
                 self._payload = bytearray(brief)
             else:
-                _, self._payload = tensors.encode(self._tensor_TD)
+                _, self._payload = encode(self._tensor_TD)
         return self._payload
 
     @property

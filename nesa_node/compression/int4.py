@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from nesa_node.compression.codec import (
     DTYPES,
+    TensorLayout,
     add_rounding_bound,
     concat_bytes,
     read_values,
@@ -47,10 +48,6 @@ from nesa_node.compression.quantization import (
     read_channels,
     to_scale_codes,
 )
-
-if TYPE_CHECKING:
-    from nesa_node.compression.tensors import TensorMeta
-
 
 _LOW_MASK = 15
 _FIFTH_BIT = 16
@@ -147,7 +144,7 @@ class Int4:
     def text(self) -> str:
         return f"int4@2:{self.block}:{self.outlier_share}"
 
-    def nbytes(self, meta: TensorMeta) -> int:
+    def nbytes(self, meta: TensorLayout) -> int:
         blocks = self._blocks(meta.shape)
         codes = five_bits_nbytes(blocks.count * blocks.block)
         return self._scales_start(blocks) + blocks.count + codes
@@ -176,7 +173,7 @@ class Int4:
             pack_five_bits(codes_NB.view(-1)),
         )
 
-    def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
+    def decode(self, meta: TensorLayout, data: memoryview, device: torch.device) -> Tensor:
         blocks = self._blocks(meta.shape)
         factor = read_values(data, 0, 1, torch.float32).item()
         start = self._scales_start(blocks)

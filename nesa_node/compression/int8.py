@@ -11,13 +11,14 @@ B values of a block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from nesa_node.compression.codec import (
     DTYPES,
+    TensorLayout,
     add_rounding_bound,
     concat_bytes,
     read_values,
@@ -39,9 +40,6 @@ from nesa_node.compression.quantization import (
     to_scale_codes,
     zero_channels,
 )
-
-if TYPE_CHECKING:
-    from nesa_node.compression.tensors import TensorMeta
 
 _MAX_LEVEL = 127
 
@@ -65,7 +63,7 @@ class Int8:
     def text(self) -> str:
         return f"int8@2:{self.block}:{self.outliers}"
 
-    def nbytes(self, meta: TensorMeta) -> int:
+    def nbytes(self, meta: TensorLayout) -> int:
         blocks = self._blocks(meta.shape)
         count = self._num_outliers(blocks)
         listed = count * channel_dtype(blocks.width).itemsize
@@ -90,7 +88,7 @@ class Int8:
             codes_RD,
         )
 
-    def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
+    def decode(self, meta: TensorLayout, data: memoryview, device: torch.device) -> Tensor:
         blocks = self._blocks(meta.shape)
         count = self._num_outliers(blocks)
         factor = read_values(data, 0, 1, torch.float32).item()

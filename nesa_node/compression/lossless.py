@@ -10,17 +10,14 @@ import math
 import struct
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nesa_node.compression.codec import DTYPES, require_finite
+from nesa_node.compression.codec import DTYPES, TensorLayout, require_finite
 from nesa_node.core.errors import ProtocolError
-
-if TYPE_CHECKING:
-    from nesa_node.compression.tensors import TensorMeta
 
 ZSTD_LEVEL = 1
 """Zstandard compression level; higher ones gain nothing on such bytes."""
@@ -42,7 +39,7 @@ class Lossless:
     text: ClassVar[str] = "lossless"
     exact: ClassVar[bool] = True
 
-    def nbytes(self, meta: TensorMeta) -> int:
+    def nbytes(self, meta: TensorLayout) -> int:
         """The announced size: at most the size of the values plus 4 bytes per plane."""
         values, planes = math.prod(meta.shape), DTYPES[meta.dtype].itemsize
         least, most = planes * _PLANE_LENGTH.size, planes * (_PLANE_LENGTH.size + values)
@@ -67,7 +64,7 @@ class Lossless:
             payload += kept
         return memoryview(payload)
 
-    def decode(self, meta: TensorMeta, data: memoryview, device: torch.device) -> Tensor:
+    def decode(self, meta: TensorLayout, data: memoryview, device: torch.device) -> Tensor:
         dtype, values = DTYPES[meta.dtype], math.prod(meta.shape)
         bytes_VP = np.empty((values, dtype.itemsize), dtype=np.uint8)
         start = 0

@@ -13,7 +13,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nesa_node.compression.codec import DTYPE_NAMES, DTYPES, Codec, is_finite, is_finite_payload
+from nesa_node.compression.codec import (
+    DTYPE_NAMES,
+    DTYPES,
+    Codec,
+    TensorLayout,
+    is_finite,
+    is_finite_payload,
+)
 from nesa_node.compression.codecs import RAW, expand_codec, parse_codec
 from nesa_node.core.errors import ProtocolError
 
@@ -39,14 +46,8 @@ _CPU = torch.device("cpu")
 _NOT_FINITE_MESSAGE = "the tensor holds NaN or infinite values"
 
 
-class TensorMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorMeta(TensorLayout, frozen=True, forbid_unknown_fields=True):
     """Description of a payload; untrusted until accepted by `check`."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    codec: str = "none"
-    size: int | msgspec.UnsetType = msgspec.UNSET
-    """Bytes of the payload if they depend on the values (`lossless`); else not on the wire."""
 
     @property
     def nbytes(self) -> int:

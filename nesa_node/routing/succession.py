@@ -69,7 +69,7 @@ class LeaseCandidate:
             and claim.signer != self.peer
             and claim.signer not in self.ignored
         ]
-        leader = find_leader(alive, now)
+        leader = find_leading_claim(alive, now)
         epoch = max([self.epoch, *(claim.epoch for claim in alive)])
         if self.role == "leading":
             if leader is not None and _outranks(leader, self.epoch, self.peer):
@@ -88,7 +88,7 @@ class LeaseCandidate:
         return LeaseClaim(self.peer, self.role, self.epoch, now + terms.ttl_s)
 
 
-def find_leader(claims: Iterable[LeaseClaim], now: float) -> LeaseClaim | None:
+def find_leading_claim(claims: Iterable[LeaseClaim], now: float) -> LeaseClaim | None:
     """The unexpired "leading" claim with the highest epoch, then the lowest peer id."""
     leading = [claim for claim in claims if claim.role == "leading" and claim.expires_at > now]
     return min(leading, key=lambda claim: (-claim.epoch, claim.signer), default=None)

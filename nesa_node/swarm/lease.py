@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.succession import LeaseCandidate, LeaseClaim, LeaseTerms
-from nesa_node.routing.succession import find_leader as find_leading_claim
+from nesa_node.routing.succession import LeaseCandidate, LeaseClaim, LeaseTerms, find_leading_claim
 from nesa_node.swarm.dht.notices import Lease
 from nesa_node.swarm.notice_store import NoticeStore
 

@@ -14,7 +14,7 @@ from nesa_node.routing.succession import (
     LeaseCandidate,
     LeaseClaim,
     LeaseTerms,
-    find_leader,
+    find_leading_claim,
     rank_successors,
 )
 
@@ -164,8 +164,8 @@ def test_holder_is_the_highest_epoch_and_then_the_lowest_peer(
 ) -> None:
     one = LeaseClaim(PeerId("b"), "leading", epochs[0], 100.0)
     other = LeaseClaim(PeerId("a"), "leading", epochs[1], 100.0)
-    assert find_leader([one, other], 50.0) == (one if expected == "b" else other)
-    assert find_leader([one, other], 100.0) is None
+    assert find_leading_claim([one, other], 50.0) == (one if expected == "b" else other)
+    assert find_leading_claim([one, other], 100.0) is None
 
 
 def test_models_are_shared_among_candidates() -> None:

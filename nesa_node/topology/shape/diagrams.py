@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nesa_node.topology.shape import gudhi_backend as backend
 from nesa_node.topology.shape.filtration import Floats
+from nesa_node.topology.shape.gudhi_backend import hera_bottleneck, hera_wasserstein
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +83,7 @@ def bottleneck_distance(
     different dimensions.
     """
     _check_same_dimension(first, second)
-    return backend.hera_bottleneck(first.as_P2(), second.as_P2(), relative_error)
+    return hera_bottleneck(first.as_P2(), second.as_P2(), relative_error)
 
 
 def wasserstein_distance(
@@ -95,7 +95,7 @@ def wasserstein_distance(
 ) -> float:
     """Wasserstein distance of `order`, with the maximum norm for points; errors as above."""
     _check_same_dimension(first, second)
-    return backend.hera_wasserstein(
+    return hera_wasserstein(
         first.as_P2(), second.as_P2(), order=order, relative_error=relative_error
     )
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nesa_node.topology.shape import gudhi_backend as backend
 from nesa_node.topology.shape.diagrams import PersistenceDiagram, make_diagram
 from nesa_node.topology.shape.filtration import Filtration
+from nesa_node.topology.shape.gudhi_backend import flag_pairs, rips_h1
 
 Edge = tuple[int, int]
 
@@ -39,7 +39,7 @@ def loop_diagram(filtration: Filtration, *, threshold: float = np.inf) -> Persis
     threshold = min(threshold, filtration.largest_weight())
     if len(filtration) < 4:
         return make_diagram(1, np.empty(0), np.empty(0))
-    point_P2 = backend.rips_h1(filtration.weight_NN, threshold)
+    point_P2 = rips_h1(filtration.weight_NN, threshold)
     return make_diagram(1, point_P2[:, 0], point_P2[:, 1])
 
 
@@ -68,7 +68,7 @@ def longest_loops(
     # Most triangles lie beyond the last birth or death, and change no ring.
     changes = np.concatenate((diagram.birth_P, diagram.death_P))
     last = float(changes[np.isfinite(changes)].max())
-    value, killers_of = backend.flag_pairs(filtration.weight_NN, last)
+    value, killers_of = flag_pairs(filtration.weight_NN, last)
     edges = [(simplex[0], simplex[1]) for simplex in value if len(simplex) == 2]
     killer = {(edge[0], edge[1]): dead for edge, dead in killers_of.items()}
     death = {edge: value[dead] if dead else np.inf for edge, dead in killer.items()}
