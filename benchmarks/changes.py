@@ -1,6 +1,6 @@
 """What the change triggers find, and what they take for a change that is none.
 
-Traces with 3 % churn per snapshot, synthetic (`nesa_node/topology/simulation/traces.py`), between
+Traces with 3 % churn per snapshot, synthetic (`benchmarks/traces.py`), between
 six regions of a real cloud, or recorded (`--matrix`). Those with an event count as found if a
 trigger fires at its first or second snapshot. In quiet ones a planner (`toy_plans.py`) is asked at
 every snapshot, whatever fired, and its plan is costed on later ones. A move is false if nothing was
@@ -30,7 +30,7 @@ from nesa_node.topology.changes.membership import BlockHoldings
 from nesa_node.topology.changes.shift import make_connectivity
 from nesa_node.topology.changes.triggers import TriggerName
 from nesa_node.topology.shape.filtration import make_filtration
-from nesa_node.topology.simulation.traces import (
+from benchmarks.traces import (
     TraceEvent,
     TraceEventKind,
     TraceSettings,

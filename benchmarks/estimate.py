@@ -27,7 +27,7 @@ from nesa_node.topology.geography import locations_array, min_rtt_ms
 from nesa_node.topology.links.assembly import links_from_measurements
 from nesa_node.topology.links.estimate import estimate_rtt_ms, fit_access_rates
 from nesa_node.topology.links.expected_rtt import fit_heights
-from nesa_node.topology.links.low_rank import complete_low_rank, fit_biases
+from benchmarks.low_rank import complete_low_rank, fit_biases
 from nesa_node.topology.links.vivaldi import NUM_DIMENSIONS, NetworkCoordinates, fit_coordinates
 from nesa_node.topology.simulation.world import (
     World,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nesa_node.topology.simulation.traces import TraceEvent, TraceStep
+from benchmarks.traces import TraceEvent, TraceStep
 
 Floats = NDArray[np.float64]
 _CLIENTS = 6

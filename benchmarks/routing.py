@@ -25,7 +25,7 @@ from nesa_node.routing.problem import Chain, ChainProblem, step_time
 from nesa_node.routing.search.bottleneck import bottleneck_s, solve_bottleneck
 from nesa_node.routing.search.exact import exact_latency
 from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS, GreedyInputs, GreedyRule
-from nesa_node.routing.search.saturation import max_tokens_per_s, saturate
+from benchmarks.saturation import max_tokens_per_s, saturate
 from nesa_node.routing.strategies import (
     DEFAULT_STRATEGY,
     STRATEGIES,

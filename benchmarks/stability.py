@@ -30,7 +30,7 @@ from nesa_node.topology.shape.cophenetic import quantile_heights
 from nesa_node.topology.shape.filtration import make_filtration
 from nesa_node.topology.shape.merge_tree import merge_tree
 from nesa_node.topology.shape.stability import NEIGHBOURHOOD_QUANTILE, height_deviation
-from nesa_node.topology.simulation.traces import TraceSettings, generate_trace
+from benchmarks.traces import TraceSettings, generate_trace
 
 Floats = NDArray[np.float64]
 DEFAULTS = Options(runs=20, snapshots=60)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from nesa_node.topology.simulation.traces import TraceStep
+from benchmarks.traces import TraceStep
 
 Floats = NDArray[np.float64]
 STAGES = 8

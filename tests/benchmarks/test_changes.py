@@ -8,7 +8,7 @@ from benchmarks import changes, stability
 from benchmarks.options import Options
 from benchmarks.recorded_trace import load_round_trips, replay
 from benchmarks.toy_plans import COMPUTE_S, STAGES, UNSERVED_S, Placement, Smoothed, plan_cost
-from nesa_node.topology.simulation.traces import TraceEvent, TraceSettings, generate_trace
+from benchmarks.traces import TraceEvent, TraceSettings, generate_trace
 
 
 def test_plan_cost_is_that_of_the_best_chains() -> None:

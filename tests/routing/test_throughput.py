@@ -5,7 +5,7 @@ import pytest
 
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.routing.search.exact import exact_latency
-from nesa_node.routing.search.saturation import max_tokens_per_s, saturate
+from benchmarks.saturation import max_tokens_per_s, saturate
 from nesa_node.routing.strategies import exact_throughput, marginal_price_factor
 from tests.routing.problems import covered_problem, random_problem
 

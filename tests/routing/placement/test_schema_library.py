@@ -27,7 +27,7 @@ from nesa_node.routing.placement.schemas import (
     placement_features,
     schema_costs,
 )
-from nesa_node.topology.simulation.churn import simulate_churn
+from tests.topology.simulation.churn import simulate_churn
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import Snapshot
 

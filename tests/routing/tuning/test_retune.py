@@ -17,7 +17,7 @@ from nesa_node.routing.tuning.scenarios import (
     time_ratios,
 )
 from nesa_node.routing.tuning.tuner import MIN_SNAPSHOTS, parse_published, published_values, retune
-from nesa_node.topology.simulation.churn import simulate_churn
+from tests.topology.simulation.churn import simulate_churn
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import Snapshot
 

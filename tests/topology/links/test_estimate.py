@@ -11,7 +11,7 @@ from nesa_node.topology.links.estimate import (
     places_predict_better,
 )
 from nesa_node.topology.links.expected_rtt import fit_heights
-from nesa_node.topology.links.low_rank import complete_low_rank, fit_biases
+from benchmarks.low_rank import complete_low_rank, fit_biases
 from nesa_node.topology.links.matrix import Floats, Links
 from nesa_node.topology.simulation.world import World, make_world, region_coordinates
 from nesa_node.topology.tables import load_table

@@ -1,6 +1,6 @@
 """Churn of a synthetic swarm: nodes leave and join, loads drift, pings vary.
 
-Made for planners: the nodes have spans and speeds. (`traces` makes round trips alone, for change
+Made for planners: the nodes have spans and speeds. (`benchmarks/traces.py` makes round trips alone, for change
 detection.)
 
 Legend: N nodes, M nodes that stay, C clients.

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from nesa_node.topology.simulation.traces import (
+from benchmarks.traces import (
     TraceEvent,
     TraceEventKind,
     TraceSettings,
