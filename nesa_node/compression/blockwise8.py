@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,30 +23,20 @@ from nesa_node.compression.codec import (
     DTYPES,
     MIN_BLOCK_ABSMAX,
     TensorLayout,
-    add_rounding_bound,
     concat_bytes,
-    read_values,
     require_finite,
     round_to_dtype,
 )
 from nesa_node.compression.quantization import (
+    EightBitPayload,
     QuantBlocks,
-    channel_dtype,
-    float16_bound,
     float16_factor,
-    join_float16,
     largest_channels,
-    read_channels,
-    split_float16,
     zero_channels,
 )
 from nesa_node.core.extras import require_node
 
 _MAP_DECADES = 7
-_MAX_RELATIVE_ERROR = 0.9 / 128 + 2.0**-14
-"""Largest error relative to a block's largest |value|: half the largest step of the map, plus an
-error of bitsandbytes on the CPU, where a lookup table of 2^16 entries can return the second-nearest
-code."""
 _CHANNELS_PER_OUTLIER = 64
 """Channels per outlier channel, at least."""
 
@@ -63,86 +53,50 @@ class Blockwise8:
     / factor in float16 [R, C]; a byte per value [R, D]: its code, or the lower byte of an outlier,
     which counts as zero in its block. Without outliers there is no factor, and no value is too
     large.
+
+    Errors are at most |value| 2^-11 + factor 2^-25 for outliers, and for other values the block's
+    largest |value| times (0.9 / 128 + 2^-14), plus 2^-100: half the largest step of the map, plus
+    an error of bitsandbytes on the CPU, where a lookup table of 2^16 entries can return the
+    second-nearest code.
     """
 
     block: int = 64
     outliers: int = 8
-    exact: ClassVar[bool] = False
 
     @property
     def text(self) -> str:
         return f"blockwise8@2:{self.block}:{self.outliers}"
 
     def nbytes(self, meta: TensorLayout) -> int:
-        blocks = self._blocks(meta.shape)
-        count = self._num_outliers(blocks)
-        start = _scales_start(blocks, count)
-        return start + 4 * blocks.count + blocks.rows * (count + blocks.width)
+        return self.payload(meta.shape).nbytes
 
     def encode(self, tensor: Tensor) -> memoryview:
-        blocks = self._blocks(tensor.shape)
+        payload = self.payload(tensor.shape)
+        blocks = payload.blocks
         values_RD = tensor.view(blocks.rows, blocks.width).float()
-        count = self._num_outliers(blocks)
-        if not count:
+        if not payload.has_factor:
             scale_N, codes_NB = self._quantize(blocks.split(values_RD))
             return concat_bytes(scale_N, blocks.join(codes_NB).contiguous())
         factor = float16_factor(values_RD)
-        channels_C = largest_channels(values_RD, count)
+        channels_C = largest_channels(values_RD, payload.num_outliers)
         scale_N, codes_NB = self._quantize(blocks.split(zero_channels(values_RD, channels_C)))
         codes_RD = blocks.join(codes_NB).contiguous()
-        codes_RD[:, channels_C], upper_RC = split_float16(values_RD[:, channels_C], factor)
-        return concat_bytes(
-            torch.tensor([factor], dtype=torch.float32, device=tensor.device),
-            channels_C.to(channel_dtype(blocks.width)),
-            scale_N,
-            upper_RC,
-            codes_RD,
-        )
+        return payload.write(values_RD, channels_C, factor, scale_N, codes_RD)
 
     def decode(self, meta: TensorLayout, data: memoryview, device: torch.device) -> Tensor:
-        blocks = self._blocks(meta.shape)
-        count = self._num_outliers(blocks)
-        start = _scales_start(blocks, count)
-        scale_N = read_values(data, start, blocks.count, torch.float32).to(device)
-        start += scale_N.nbytes
-        upper = read_values(data, start, blocks.rows * count, torch.uint8).to(device)
-        start += upper.nbytes
-        codes = read_values(data, start, blocks.rows * blocks.width, torch.uint8).to(device)
-        multiples = dynamic_map(device).index_select(0, codes.int())
+        payload = self.payload(meta.shape)
+        blocks = payload.blocks
+        scale_N, upper_RC, codes_RD = payload.read(data, device)
+        multiples = dynamic_map(device).index_select(0, codes_RD.view(-1).int())
         values_RD = blocks.join(blocks.split(multiples) * scale_N.view(-1, 1))
-        if count:
-            factor = read_values(data, 0, 1, torch.float32).item()
-            channels_C = read_channels(data, 4, count, blocks.width).to(device)
-            lower_RC = codes.view(blocks.rows, blocks.width)[:, channels_C]
-            upper_RC = upper.view(blocks.rows, count)
-            values_RD[:, channels_C] = join_float16(lower_RC, upper_RC, factor)
+        payload.restore_outliers(values_RD, data, upper_RC, codes_RD)
         return round_to_dtype(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
 
-    def error_bound(self, tensor: Tensor) -> Tensor:
-        """Outliers: |value| 2^-11 + factor 2^-25.
-
-        Remaining values: a block's largest |value| times (0.9 / 128 + 2^-14), plus 2^-100.
-        """
-        blocks = self._blocks(tensor.shape)
-        values_RD = tensor.reshape(blocks.rows, blocks.width).float()
-        channels_C = largest_channels(values_RD, self._num_outliers(blocks))
-        values_NB = blocks.split(zero_channels(values_RD, channels_C)).double()
-        bound_N1 = (
-            values_NB.abs().amax(-1, keepdim=True) * _MAX_RELATIVE_ERROR * (1 + 2.0**-12)
-            + MIN_BLOCK_ABSMAX
-        )
-        bound_RD = blocks.join(bound_N1.expand(-1, blocks.block).contiguous()).clone()
-        if len(channels_C):
-            factor = float16_factor(values_RD)
-            bound_RD[:, channels_C] = float16_bound(values_RD[:, channels_C], factor)
-        return add_rounding_bound(tensor, bound_RD.reshape(tensor.shape))
-
-    def _blocks(self, shape: torch.Size | tuple[int, ...]) -> QuantBlocks:
-        """The blocks of `shape`; rows shorter than a block are one short block without padding."""
-        return QuantBlocks.from_shape(shape, min(self.block, shape[-1] if shape else 1))
-
-    def _num_outliers(self, blocks: QuantBlocks) -> int:
-        return min(self.outliers, blocks.width // _CHANNELS_PER_OUTLIER)
+    def payload(self, shape: torch.Size | tuple[int, ...]) -> EightBitPayload:
+        """The payload of `shape`; rows shorter than a block are one short block without padding."""
+        blocks = QuantBlocks.from_shape(shape, min(self.block, shape[-1] if shape else 1))
+        count = min(self.outliers, blocks.width // _CHANNELS_PER_OUTLIER)
+        return EightBitPayload(blocks, count, torch.float32, has_factor=count > 0)
 
     def _quantize(self, values_NB: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize float32 [N, B] to scales [N], float32, and codes [N, B], uint8.
@@ -160,10 +114,6 @@ class Blockwise8:
         )
         codes_NB = codes.view(count, -1)[:, :width].contiguous()
         return absmax_N.masked_fill_(absmax_N < MIN_BLOCK_ABSMAX, 0), codes_NB
-
-
-def _scales_start(blocks: QuantBlocks, count: int) -> int:
-    return 4 + count * channel_dtype(blocks.width).itemsize if count else 0
 
 
 @functools.lru_cache(maxsize=8)

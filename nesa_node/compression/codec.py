@@ -36,12 +36,6 @@ _NON_FINITE_BITS: Mapping[torch.dtype, tuple[Any, int, int]] = {
 }
 """Per dtype: integer type of the same width, mask without the sign, least bits of inf and NaN."""
 
-_ROUNDING_ERRORS: Mapping[torch.dtype, tuple[float, float]] = {
-    torch.float32: (2.0**-24, 2.0**-150),
-    torch.float16: (2.0**-11, 2.0**-25),
-    torch.bfloat16: (2.0**-8, 2.0**-134),
-}
-
 
 class TensorLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fields of `TensorMeta`, which adds what needs the registry of codecs."""
@@ -65,11 +59,6 @@ class Codec(Protocol):
         """Name and parameters on the wire; `parse(text)` returns an equal codec."""
         ...
 
-    @property
-    def exact(self) -> bool:
-        """Whether `decode` returns the encoded values unchanged, for all tensors."""
-        ...
-
     def nbytes(self, meta: TensorLayout) -> int:
         """The payload's size in bytes. The shape must be within bounds and not empty.
 
@@ -89,13 +78,6 @@ class Codec(Protocol):
         """Decode `data` of exactly `nbytes(meta)` bytes to a tensor of the meta's dtype and shape.
 
         Raises `ProtocolError("bad_tensor")` for bytes that `encode` cannot have written.
-        """
-        ...
-
-    def error_bound(self, tensor: Tensor) -> Tensor:
-        """Upper bound on |decoded - value| per value of a finite, encodable `tensor`.
-
-        float64, of the tensor's shape. It includes the rounding to the tensor's dtype.
         """
         ...
 
@@ -138,7 +120,11 @@ def is_finite(tensor: Tensor) -> bool:
 def require_finite(tensor: Tensor) -> None:
     """Raise `ProtocolError("not_finite")` if `tensor` holds NaN or infinite values."""
     if not is_finite(tensor):
-        raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
+        raise not_finite_error()
+
+
+def not_finite_error() -> ProtocolError:
+    return ProtocolError("not_finite", "the tensor holds NaN or infinite values")
 
 
 def round_to_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,15 +135,6 @@ def round_to_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float16:
         values = values.clamp(-FLOAT16_MAX, FLOAT16_MAX)
     return values.to(dtype)
-
-
-def add_rounding_bound(tensor: Tensor, bound: Tensor) -> Tensor:
-    """`bound` (float64) plus the error of rounding the decoded values to `tensor`'s dtype.
-
-    Half a unit in the last place: |decoded| 2^-24, 2^-11 or 2^-8, or half the smallest number.
-    """
-    relative, smallest = _ROUNDING_ERRORS[tensor.dtype]
-    return bound + (tensor.detach().double().abs() + bound) * relative + smallest
 
 
 def concat_bytes(*parts: Tensor) -> memoryview:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +30,6 @@ from torch import Tensor
 from nesa_node.compression.codec import (
     DTYPES,
     TensorLayout,
-    add_rounding_bound,
     concat_bytes,
     read_values,
     round_to_dtype,
@@ -42,7 +40,6 @@ from nesa_node.compression.quantization import (
     QuantBlocks,
     channel_dtype,
     decode_scales,
-    float16_bound,
     float16_factor,
     largest_channels,
     read_channels,
@@ -118,12 +115,6 @@ _SCALE_MARGIN = 1.04
 Chosen for the least squared error on hidden states. The largest value may lie beyond the last
 level, with an error about that of values between two levels.
 """
-_MAX_ROTATED_ERROR = 0.036
-"""Largest error of a rotated value, relative to the largest of its block.
-
-Between levels 1.04 2^(1/16) / 32 = 0.0340, beyond the last 1 - 1.04 2^(-1/16) 31/32 = 0.0352; the
-rest is for float32 rounding.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +124,17 @@ class Int4:
     `share`: one in `share` of the 16 bits per value is spent on outlier channels; 0 for none.
     Payload: a factor in float32, a power of two; the ascending list of the C outlier channels, 2
     bytes each (4 if D > 65,536); their values / factor [R, C] in float16; a byte for each block's
-    scale [N]; the codes [N, B] in five bits (`int4.py`).
+    scale [N]; the codes [N, B] in five bits (`pack_five_bits`).
+
+    Errors are at most |value| 2^-11 + factor 2^-25 for outliers. For other values they are at most
+    B times 0.036 of the block's largest rotated |value| plus 2^-31 of the tensor's largest, as a
+    value is the sum of B rotated ones; typical errors are a tenth of that. A rotated value has an
+    error of 1.04 2^(1/16) / 32 = 0.0340 between levels and 1 - 1.04 2^(-1/16) 31/32 = 0.0352 beyond
+    the last; the rest is for float32 rounding.
     """
 
     block: int = 32
     outlier_share: int = 48
-    exact: ClassVar[bool] = False
 
     @property
     def text(self) -> str:
@@ -193,26 +189,6 @@ class Int4:
             kept = read_values(data, start, blocks.rows * count, torch.float16).to(device)
             values_RD[:, channels_C] = kept.float().view(blocks.rows, count) * factor
         return round_to_dtype(values_RD.reshape(meta.shape), DTYPES[meta.dtype])
-
-    def error_bound(self, tensor: Tensor) -> Tensor:
-        """Outliers: |value| 2^-11 + factor 2^-25. Rest: B times 0.036 of a block's largest rotated.
-
-        A value is the sum of B rotated values, each with that error, or lost entirely if below
-        2^-31 of the tensor's largest |value|. Typical errors are a tenth of the bound, since they
-        cancel.
-        """
-        blocks = self._blocks(tensor.shape)
-        values_RD = tensor.reshape(blocks.rows, blocks.width).float()
-        factor = float16_factor(values_RD)
-        channels_C = largest_channels(values_RD, self._num_outliers(blocks))
-        absmax_N1 = (
-            _rotate_blocks(blocks, values_RD, channels_C).double().abs().amax(-1, keepdim=True)
-        )
-        each_N1 = absmax_N1 * _MAX_ROTATED_ERROR + factor * 2.0 ** (FACTOR_BITS - 31)
-        bound_NB = (each_N1 * blocks.block).expand(-1, blocks.block).contiguous()
-        bound_RD = blocks.join(bound_NB).clone()
-        bound_RD[:, channels_C] = float16_bound(values_RD[:, channels_C], factor)
-        return add_rounding_bound(tensor, bound_RD.reshape(tensor.shape))
 
     def _blocks(self, shape: torch.Size | tuple[int, ...]) -> QuantBlocks:
         """The blocks of `shape`; rows shorter than a block are padded to a power of two."""

@@ -37,7 +37,6 @@ class Lossless:
     """
 
     text: ClassVar[str] = "lossless"
-    exact: ClassVar[bool] = True
 
     def nbytes(self, meta: TensorLayout) -> int:
         """The announced size: at most the size of the values plus 4 bytes per plane."""
@@ -82,10 +81,6 @@ class Lossless:
         if start != data.nbytes:
             raise ProtocolError("bad_tensor", "lossless: bytes after the last plane")
         return torch.from_numpy(bytes_VP).view(dtype).view(meta.shape).to(device)
-
-    def error_bound(self, tensor: Tensor) -> Tensor:
-        """Zeros, float64: the codec is exact."""
-        return torch.zeros_like(tensor, dtype=torch.float64)
 
 
 def _decompress_plane(frame: memoryview, size: int) -> bytes:

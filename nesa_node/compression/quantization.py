@@ -27,7 +27,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from nesa_node.compression.codec import read_values
+from nesa_node.compression.codec import concat_bytes, not_finite_error, read_values
 from nesa_node.core.errors import ProtocolError
 
 
@@ -84,7 +84,7 @@ def float16_factor(values_RD: Tensor) -> float:
     """
     ends = torch.stack(torch.aminmax(values_RD)).tolist()
     if not all(map(math.isfinite, ends)):
-        raise ProtocolError("not_finite", "the tensor holds NaN or infinite values")
+        raise not_finite_error()
     largest = max(map(abs, ends))
     if largest > MAX_ABS_VALUE:
         raise ProtocolError("bad_tensor", f"a value of {largest:g} is too large for the codec")
@@ -175,6 +175,63 @@ def join_float16(lower_RC: Tensor, upper_RC: Tensor, factor: float) -> Tensor:
     return parts_RC2.view(torch.float16)[..., 0].float() * factor
 
 
-def float16_bound(values_RC: Tensor, factor: float) -> Tensor:
-    """Upper bound on the error of values stored as value / factor in float16, float64 [R, C]."""
-    return values_RC.double().abs() * 2.0**-11 + factor * 2.0**-25
+@dataclass(frozen=True, slots=True)
+class EightBitPayload:
+    """Parts of a payload with a byte per value and `num_outliers` channels in 16 bits.
+
+    A factor in float32 and the list of outlier channels (neither if not `has_factor`), the blocks'
+    scales [N], the upper bytes of the outliers [R, C], and the codes [R, D].
+    """
+
+    blocks: QuantBlocks
+    num_outliers: int
+    scale_dtype: torch.dtype
+    has_factor: bool
+
+    @property
+    def nbytes(self) -> int:
+        blocks = self.blocks
+        scales = blocks.count * self.scale_dtype.itemsize
+        return self._scales_start + scales + blocks.rows * (self.num_outliers + blocks.width)
+
+    @property
+    def _scales_start(self) -> int:
+        listed = self.num_outliers * channel_dtype(self.blocks.width).itemsize
+        return 4 + listed if self.has_factor else 0
+
+    def write(
+        self, values_RD: Tensor, channels_C: Tensor, factor: float, scales: Tensor, codes_RD: Tensor
+    ) -> memoryview:
+        """The payload with a factor. Overwrites the outliers' codes."""
+        codes_RD[:, channels_C], upper_RC = split_float16(values_RD[:, channels_C], factor)
+        return concat_bytes(
+            torch.tensor([factor], dtype=torch.float32, device=values_RD.device),
+            channels_C.to(channel_dtype(self.blocks.width)),
+            scales,
+            upper_RC,
+            codes_RD,
+        )
+
+    def factor(self, data: memoryview) -> float:
+        return read_values(data, 0, 1, torch.float32).item()
+
+    def read(self, data: memoryview, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """The scales [N], the upper bytes of the outliers [R, C], and the codes [R, D]."""
+        rows, start = self.blocks.rows, self._scales_start
+        scale_N = read_values(data, start, self.blocks.count, self.scale_dtype).to(device)
+        start += scale_N.nbytes
+        upper = read_values(data, start, rows * self.num_outliers, torch.uint8).to(device)
+        start += upper.nbytes
+        codes = read_values(data, start, rows * self.blocks.width, torch.uint8).to(device)
+        return scale_N, upper.view(rows, self.num_outliers), codes.view(rows, self.blocks.width)
+
+    def restore_outliers(
+        self, values_RD: Tensor, data: memoryview, upper_RC: Tensor, codes_RD: Tensor
+    ) -> None:
+        """Overwrite the outlier channels of `values_RD` by their values."""
+        if self.num_outliers:
+            channels_C = read_channels(data, 4, self.num_outliers, self.blocks.width)
+            channels_C = channels_C.to(values_RD.device)
+            values_RD[:, channels_C] = join_float16(
+                codes_RD[:, channels_C], upper_RC, self.factor(data)
+            )

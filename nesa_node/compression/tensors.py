@@ -20,6 +20,8 @@ from nesa_node.compression.codec import (
     TensorLayout,
     is_finite,
     is_finite_payload,
+    not_finite_error,
+    require_finite,
 )
 from nesa_node.compression.codecs import RAW, expand_codec, parse_codec
 from nesa_node.core.errors import ProtocolError
@@ -33,7 +35,6 @@ __all__ = [
     "check_meta",
     "decode",
     "encode",
-    "error_bound",
     "is_finite",
 ]
 
@@ -43,7 +44,6 @@ MAX_SHOWN_CHARS = 32
 MAX_SMALL_BYTES = 64 * 1024
 """Payloads of codec `none` up to this size are checked as bytes, which is slower above."""
 _CPU = torch.device("cpu")
-_NOT_FINITE_MESSAGE = "the tensor holds NaN or infinite values"
 
 
 class TensorMeta(TensorLayout, frozen=True, forbid_unknown_fields=True):
@@ -129,8 +129,7 @@ def decode(
         tensor = codec.decode(meta, view, device)
     else:
         tensor = torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device=device)
-    if not is_finite(tensor):
-        raise ProtocolError("not_finite", _NOT_FINITE_MESSAGE)
+    require_finite(tensor)
     return tensor
 
 
@@ -143,17 +142,7 @@ def check_values(meta: TensorMeta, data: bytes | bytearray | memoryview, *, max_
     """Raise `ProtocolError` as `decode` does, without making a tensor."""
     _check_size(meta, len(data), max_bytes)
     if not is_finite_payload(data, DTYPES[meta.dtype]):
-        raise ProtocolError("not_finite", _NOT_FINITE_MESSAGE)
-
-
-def error_bound(tensor: Tensor, *, codec: str) -> Tensor:
-    """Upper bound on |decoded - value| per value of a finite tensor, float64, of its shape.
-
-    Each codec's `error_bound` states the formula. Raises `ProtocolError` as `encode` does.
-    """
-    if not tensor.numel():
-        return torch.zeros_like(tensor, dtype=torch.float64)
-    return parse_codec(expand_codec(codec)).error_bound(tensor.detach().contiguous())
+        raise not_finite_error()
 
 
 def _check_size(meta: TensorMeta, got: int, max_bytes: int) -> Codec:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nesa_node.compression import tensors
 from nesa_node.compression.quality import codec_names
 from nesa_node.core.ids import PeerId
 from nesa_node.engine.model.blocks import ModelBlocks
@@ -21,6 +20,7 @@ from nesa_node.swarm.protocol.messages import (
     Probe,
     Received,
 )
+from tests.compression.error_bounds import error_bound
 from tests.server.bench import Peer, open_node
 
 SLOW = 1e6
@@ -53,7 +53,7 @@ async def test_client_is_answered_in_the_codec_that_it_named(
             assert message.via == (() if quality == "exact" else (message.tensor.codec,))
             await peer.end()
     # The two may have been computed in other pieces, and differ in their last bits.
-    bound_TD = 1e-4 + 1.01 * tensors.error_bound(outputs["exact"], codec=codec)
+    bound_TD = 1e-4 + 1.01 * error_bound(outputs["exact"], codec=codec)
     assert ((outputs[codec] - outputs["exact"]).abs() <= bound_TD).all()
 
 

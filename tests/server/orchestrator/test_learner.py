@@ -32,10 +32,10 @@ from nesa_node.server.orchestrator.study import StudyRequest, StudyResult
 from nesa_node.swarm.dht.notices import PlacementNotice, TunedExponents
 from nesa_node.swarm.lease import LeaseKeeper
 from nesa_node.topology.history import HistoryEntry
-from tests.topology.simulation.churn import simulate_churn
 from nesa_node.topology.simulation.world import make_world
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_status
+from tests.topology.simulation.churn import simulate_churn
 
 MODEL = ModelId(MODEL_ID)
 BETTER = published_values(GreedyParameters(gamma=0.5))
