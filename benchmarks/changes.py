@@ -20,6 +20,13 @@ from benchmarks.options import Options
 from benchmarks.recorded_trace import load_round_trips, replay
 from benchmarks.results import print_table
 from benchmarks.toy_plans import STAGES, Placement, Smoothed, plan_cost
+from benchmarks.traces import (
+    TraceEvent,
+    TraceEventKind,
+    TraceSettings,
+    TraceStep,
+    generate_trace,
+)
 from nesa_node.topology.changes.detector import (
     ChangeState,
     Observation,
@@ -30,13 +37,6 @@ from nesa_node.topology.changes.membership import BlockHoldings
 from nesa_node.topology.changes.shift import make_connectivity
 from nesa_node.topology.changes.triggers import TriggerName
 from nesa_node.topology.shape.filtration import make_filtration
-from benchmarks.traces import (
-    TraceEvent,
-    TraceEventKind,
-    TraceSettings,
-    TraceStep,
-    generate_trace,
-)
 from nesa_node.topology.tables import load_table
 
 DEFAULTS = Options(runs=100, snapshots=1000)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.low_rank import complete_low_rank, fit_biases
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from nesa_node.core.ids import PeerId
@@ -27,13 +28,12 @@ from nesa_node.topology.geography import locations_array, min_rtt_ms
 from nesa_node.topology.links.assembly import links_from_measurements
 from nesa_node.topology.links.estimate import estimate_rtt_ms, fit_access_rates
 from nesa_node.topology.links.expected_rtt import fit_heights
-from benchmarks.low_rank import complete_low_rank, fit_biases
 from nesa_node.topology.links.vivaldi import NUM_DIMENSIONS, NetworkCoordinates, fit_coordinates
 from nesa_node.topology.simulation.world import (
     World,
     make_world,
+    populate,
     region_coordinates,
-    world_from_table,
 )
 from nesa_node.topology.tables import load_table
 
@@ -85,7 +85,7 @@ def cases(options: Options) -> Iterator[Case]:
     table = load_table()
     count = max(options.nodes[0], 100)
     rng = np.random.default_rng((options.seed, 1))
-    yield _case(f"{table.name} {count}", world_from_table(table, count, 80, rng))
+    yield _case(f"{table.name} {count}", populate(table.regions, table.rtt_ms_RR, count, 80, rng))
     rtt_ms_RR = table.rtt_ms_RR.copy()
     np.fill_diagonal(rtt_ms_RR, 0.0)
     yield Case(f"{table.name} regions", rtt_ms_RR, region_coordinates(table.regions))

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.estimate import read_matrix
 from benchmarks.options import Options
+from nesa_node.core.arrays import Floats
 from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest, build_problem
-from nesa_node.routing.problem import ChainProblem, Floats
-from nesa_node.topology.simulation.world import (
-    World,
-    make_world,
-    world_from_round_trips,
-    world_from_table,
-)
+from nesa_node.routing.problem import ChainProblem
+from nesa_node.topology.geography import Region
+from nesa_node.topology.simulation.world import World, draw_access, make_world, populate
 from nesa_node.topology.tables import load_table
 
 BLOCKS = 80
@@ -48,7 +45,10 @@ class Source:
     def world(self, num_nodes: int, seed: int) -> World:
         rng = np.random.default_rng((seed, num_nodes))
         if self.name == "gcp":
-            return world_from_table(load_table(), num_nodes, BLOCKS, rng, num_clients=CLIENTS)
+            table = load_table()
+            return populate(
+                table.regions, table.rtt_ms_RR, num_nodes, BLOCKS, rng, num_clients=CLIENTS
+            )
         if self.name == "matrix":
             return world_from_round_trips(self._round_trips_ms(), BLOCKS, rng, num_clients=CLIENTS)
         return make_world(num_nodes, BLOCKS, rng, num_clients=CLIENTS)
@@ -81,3 +81,36 @@ def session_problem(world: World, client: int, tokens: int) -> ChainProblem:
         exit_bytes_per_s=world.client_down_bytes_per_s_CN[client],
     )
     return build_problem(world.snapshot, request)
+
+
+def world_from_round_trips(
+    rtt_ms_NN: Floats,
+    num_blocks: int,
+    rng: np.random.Generator,
+    *,
+    num_clients: int = 4,
+) -> World:
+    """Make a swarm with a measured matrix of round trips; its nodes are residential, unlocated.
+
+    `rtt_ms_NN` must be symmetric and complete (`links.mirror` and `fill_links`). Clients
+    stand one access link behind random nodes.
+    """
+    nowhere = (Region("nowhere", 0.0, 0.0),)
+    world = populate(
+        nowhere,
+        np.zeros((1, 1)),
+        len(rtt_ms_NN),
+        num_blocks,
+        rng,
+        num_clients=num_clients,
+        residential_share=1.0,
+    )
+    links = replace(world.links, rtt_ms_NN=rtt_ms_NN)
+    nodes = tuple(replace(node, location=None) for node in world.snapshot.nodes)
+    near_C = rng.integers(len(rtt_ms_NN), size=num_clients)
+    access_ms_C = draw_access(np.ones(num_clients, dtype=bool), rng).rtt_ms_A
+    return replace(
+        world,
+        snapshot=replace(world.snapshot, nodes=nodes, links=links),
+        client_rtt_ms_CN=rtt_ms_NN[near_C] + access_ms_C[:, None],
+    )

@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.options import Options
 from benchmarks.results import print_table
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.placement.placement_problem import PlacementProblem, make_placement_problem
@@ -32,7 +33,6 @@ from nesa_node.routing.placement.schemas import (
     placement_features,
     schema_costs,
 )
-from nesa_node.routing.problem import Floats, Ints
 from nesa_node.topology.simulation.world import make_world
 
 DEFAULTS = Options(model="70b", nodes=(16, 48), runs=160)

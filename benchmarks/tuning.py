@@ -6,6 +6,7 @@ learn from and twice as many to be judged on, of 1,000 nodes and more a third.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from benchmarks.routing_worlds import Source
 from nesa_node.routing.problem import step_time
 from nesa_node.routing.search.greedy import GreedyParameters, GreedyRule
 from nesa_node.routing.tuning.scenarios import TuningScenario
-from nesa_node.routing.tuning.tuner import tune
+from nesa_node.routing.tuning.tuner import TuningReport, tune
 
 DEFAULTS = Options(nodes=(10, 30, 100, 300, 1000), runs=40)
 QUICK = Options(nodes=(10, 30), runs=2)
@@ -40,12 +41,14 @@ def run(options: Options) -> list[dict[str, Any]]:
     report = tune(learn, held_out, rng, before=START, generations=min(options.runs, 20))
     seconds = time.perf_counter() - began
     print(f"{len(learn)} sessions to learn from, {len(held_out)} held out, {seconds:.0f} s")
-    print(report)
-    print(report.recommended)
+    saved = 1.0 - report.winner_ratios / report.before_ratios
+    gain, gain_error = float(saved.mean()), float(saved.std() / math.sqrt(len(saved)))
+    print(verdict(report, gain, gain_error))
+    print(recommended(report, gain, gain_error))
     found = {
-        "before": (START, None, report.held_out_before),
-        "genetic": (report.genetic.best, report.genetic, report.held_out_genetic),
-        "random": (report.random.best, report.random, report.held_out_random),
+        "before": (START, None, report.before_ratios),
+        "genetic": (report.genetic.best, report.genetic, report.genetic_ratios),
+        "random": (report.random.best, report.random, report.random_ratios),
     }
     rows = [
         {
@@ -53,15 +56,15 @@ def run(options: Options) -> list[dict[str, Any]]:
             **asdict(parameters),
             "learned": search.cost if search else None,
             "history": search.history if search else (),
-            "held_out": cost,
+            "held_out": float(ratios.mean()),
             **latencies(parameters, held_out),
-            "gain": report.gain,
-            "gain_error": report.gain_error,
+            "gain": gain,
+            "gain_error": gain_error,
             "candidates": report.evaluations,
             "sessions": len(learn),
             "seconds": seconds,
         }
-        for name, (parameters, search, cost) in found.items()
+        for name, (parameters, search, ratios) in found.items()
     ]
     print_table(
         "Greedy rule: mean latency over the optimum, on held-out worlds",
@@ -76,6 +79,25 @@ def run(options: Options) -> list[dict[str, Any]]:
         ],
     )
     return rows
+
+
+def recommended(report: TuningReport, gain: float, gain_error: float) -> GreedyParameters:
+    """The winner if its gain exceeds two standard errors, else the parameters before."""
+    return report.winner if gain > 2.0 * gain_error else report.before
+
+
+def verdict(report: TuningReport, gain: float, gain_error: float) -> str:
+    before, genetic, random = (
+        float(ratios.mean())
+        for ratios in (report.before_ratios, report.genetic_ratios, report.random_ratios)
+    )
+    won = "beats" if genetic < random else "does NOT beat"
+    kept = "is kept" if recommended(report, gain, gain_error) == report.before else "goes"
+    return (
+        f"held out: before {before:.4f}, genetic {genetic:.4f}, random {random:.4f}; the genetic "
+        f"algorithm {won} random search of as many candidates ({report.evaluations}); the winner "
+        f"saves {gain:.2%} +- {gain_error:.2%}, what was before {kept}"
+    )
 
 
 def scenarios(

@@ -6,15 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.problem import ChainProblem
 from nesa_node.topology.snapshot import NodeState, Snapshot
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 NodeValues = Mapping[PeerId, float] | Floats | None
 """Values by peer, or an array in the order of `Snapshot.nodes`; missing and NaN are unknown."""

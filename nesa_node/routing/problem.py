@@ -16,12 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.ids import PeerId
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import numpy as np
 
+from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError, MissingBlocksError
 from nesa_node.core.ids import PeerId
 from nesa_node.routing.problem import (
     Chain,
     ChainProblem,
-    Floats,
     add_failure_costs,
     chain_expected_loss_s,
     step_time,

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Floats = NDArray[np.float64]
+from nesa_node.core.arrays import Bools, Floats
 
 EARTH_RADIUS_KM = 6371.0
 FIBRE_KM_PER_RTT_MS = 100.0
@@ -78,9 +78,6 @@ def unit_vectors(places_A2: ArrayLike) -> Floats:
     return np.column_stack(
         (flat_A * np.cos(longitude_A), flat_A * np.sin(longitude_A), np.sin(latitude_A))
     )
-
-
-Bools = NDArray[np.bool_]
 
 
 def locations_array(locations: Sequence[tuple[float, float] | None]) -> Floats:

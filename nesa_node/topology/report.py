@@ -82,13 +82,13 @@ def _filtration_report(filtration: Filtration, unit: str, row: list[int]) -> dic
         "rings": [
             {
                 "birth": loop.birth,
-                "death": _finite_or_none(loop.death),
+                "death": finite_or_none(loop.death),
                 "edges": [[row[a], row[b]] for a, b in loop.edges],
             }
             for loop in shape.loops
         ],
         "leaves": [row[node] for node in tree.order_N.tolist()],
-        "gaps": [_finite_or_none(gap) for gap in tree.gap_N.tolist()],
+        "gaps": [finite_or_none(gap) for gap in tree.gap_N.tolist()],
     }
 
 
@@ -96,7 +96,7 @@ def _diagram_json(diagram: PersistenceDiagram) -> dict[str, Any]:
     """Bars [birth, death], the longest first; death is None for classes that never die."""
     bars = diagram.barcode(MAX_BARS_PER_DIMENSION)
     return {
-        "bars": [[birth, _finite_or_none(death)] for birth, death in bars],
+        "bars": [[birth, finite_or_none(death)] for birth, death in bars],
         "left_out": len(diagram) - len(bars),
         "essential": diagram.num_essential,
     }
@@ -113,10 +113,6 @@ def _betti_curves(shape: NetworkShape, largest: float) -> dict[str, Any]:
         "b1": [b1 for _, b1 in numbers],
         "at_median_edge": list(at_unit),
     }
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 FORMAT = "nesa-node topology"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.topology.links.matrix import Links
@@ -23,8 +23,6 @@ from nesa_node.topology.links.matrix import Links
 if TYPE_CHECKING:
     from nesa_node.topology.links.matrix import Links
 
-
-Floats = NDArray[np.float64]
 
 _DOMAIN = b"nesa-node snapshot 1\n"
 LINK_ARRAYS = ("rtt_ms_NN", "rate_bytes_per_s_NN", "age_s_NN", "confidence_NN")

@@ -16,15 +16,13 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.snapshot import LINK_ARRAYS, NodeState, Snapshot, canonical_bytes
-
-Floats = NDArray[np.float64]
 
 VERSION = 1
 FORMAT = "nesa-node snapshot"

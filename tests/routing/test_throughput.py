@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.saturation import max_tokens_per_s, saturate
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.routing.search.exact import exact_latency
-from benchmarks.saturation import max_tokens_per_s, saturate
 from nesa_node.routing.strategies import exact_throughput, marginal_price_factor
 from tests.routing.problems import covered_problem, random_problem
 

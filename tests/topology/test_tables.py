@@ -1,13 +1,10 @@
 import numpy as np
 import pytest
 
+from benchmarks.routing_worlds import world_from_round_trips
 from nesa_node.core.errors import ConfigError
 from nesa_node.topology.geography import min_rtt_ms
-from nesa_node.topology.simulation.world import (
-    region_coordinates,
-    world_from_round_trips,
-    world_from_table,
-)
+from nesa_node.topology.simulation.world import populate, region_coordinates
 from nesa_node.topology.tables import TABLE_NAMES, load_table
 
 
@@ -37,7 +34,7 @@ def test_unknown_table_is_refused_by_name() -> None:
 
 def test_world_from_a_table_has_its_round_trips() -> None:
     table = load_table()
-    world = world_from_table(table, 200, 80, np.random.default_rng(0))
+    world = populate(table.regions, table.rtt_ms_RR, 200, 80, np.random.default_rng(0))
     between_NN = table.rtt_ms_RR[np.ix_(world.region_N, world.region_N)]
     own_NN = world.links.rtt_ms_NN - world.access_N.rtt_ms_A - world.access_N.rtt_ms_A[:, None]
     ratio_NN = (own_NN / between_NN)[world.region_N[:, None] != world.region_N[None, :]]

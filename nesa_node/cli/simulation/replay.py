@@ -10,10 +10,11 @@ import numpy as np
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.routing.chains import ChainChooser
 from nesa_node.routing.placement.moves import RebalancePlan
 from nesa_node.routing.placement.rebalance import rebalance, require_repeated_gain
 from nesa_node.routing.placement.score import Goal
-from nesa_node.routing.placement.what_if import ChainStrategy, WhatIfSettings, measure_swarm
+from nesa_node.routing.placement.what_if import WhatIfSettings, measure_swarm
 from nesa_node.server.orchestrator.snapshot_store import is_snapshot_store, read_snapshots
 from nesa_node.topology.snapshot import Snapshot
 from nesa_node.topology.snapshot_json import MAX_BYTES, snapshot_from_json
@@ -33,7 +34,7 @@ class ReplayedSnapshot:
 
 
 def replay_snapshots(
-    path: Path, *, goal: Goal, replicas: int, strategy: ChainStrategy
+    path: Path, *, goal: Goal, replicas: int, strategy: ChainChooser
 ) -> list[ReplayedSnapshot]:
     """Plan for each snapshot as it was recorded; moves have no effect on the next one.
 

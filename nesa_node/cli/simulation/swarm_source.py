@@ -13,10 +13,10 @@ from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.routing.chains import ChainChooser
 from nesa_node.routing.placement.moves import MoveCosts
 from nesa_node.routing.placement.score import Goal
 from nesa_node.routing.placement.what_if import (
-    ChainStrategy,
     WhatIfResult,
     WhatIfSettings,
     assign_empty_nodes,
@@ -68,9 +68,7 @@ class SimulatedSwarm:
     block: Block
     quantization: str
 
-    def make_question(
-        self, *, goal: Goal, replicas: int, strategy: ChainStrategy
-    ) -> WhatIfSettings:
+    def make_question(self, *, goal: Goal, replicas: int, strategy: ChainChooser) -> WhatIfSettings:
         costs = MoveCosts(
             block_bytes=self.block.weight_bytes(self.quantization),
             cache_bytes=float(self.block.cache_bytes),
@@ -151,7 +149,7 @@ def _join_newcomers(
     return snapshot
 
 
-def load_strategy(name: str) -> ChainStrategy:
+def load_strategy(name: str) -> ChainChooser:
     """Make the strategy called `name`. Raises `ConfigError` for an unknown name."""
     try:
         return make_strategy(name, np.random.default_rng(0)).choose

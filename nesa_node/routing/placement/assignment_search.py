@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.span import Span
-from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem
+from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem, window_sums
 from nesa_node.routing.placement.score import Goal, score_assignment, solve_max_flow
-from nesa_node.routing.problem import Floats, Ints
 
 _MIN_GAIN_RATIO = 1.0 + 1e-6
 
@@ -38,12 +38,12 @@ def repair_coverage(
         before = assignment.deficit(instance)
         if before.replicas == 0:
             break
-        best, best_lacks = assignment, before
+        best, best_deficit = assignment, before
         for node in movable:
             moved = move_to_deficit(instance, assignment, node)
-            lacks = moved.deficit(instance)
-            if lacks < best_lacks:
-                best, best_lacks = moved, lacks
+            deficit = moved.deficit(instance)
+            if deficit < best_deficit:
+                best, best_deficit = moved, deficit
         if best is assignment:
             break
         assignment = best
@@ -51,7 +51,7 @@ def repair_coverage(
 
 
 def move_to_deficit(instance: PlacementProblem, assignment: Assignment, node: int) -> Assignment:
-    """`layout` with `node` moved to the span that covers most of the deficit without it."""
+    """`assignment` with `node` moved to the span that covers most of the deficit without it."""
     most = int(instance.max_blocks_N[node])
     if most == 0:
         return assignment
@@ -59,7 +59,7 @@ def move_to_deficit(instance: PlacementProblem, assignment: Assignment, node: in
     holders_B[assignment.starts_N[node] : assignment.ends_N[node]] -= 1
     # A block without a holder outweighs all replicas that could be missing elsewhere.
     wanted_B = (holders_B < instance.replicas) + len(holders_B) * (holders_B == 0)
-    start = int(_window_sums(wanted_B, most).argmax())
+    start = int(window_sums(wanted_B.astype(np.float64), most).argmax())
     return assignment.with_span(node, Span(start, start + most))
 
 
@@ -76,7 +76,7 @@ def balance_throughput(
     """
     rate_N = instance.blocks_per_s_N
     blocks = instance.problem.num_blocks
-    lacks = assignment.deficit(instance)
+    deficit = assignment.deficit(instance)
     flow = solve_max_flow(assignment, rate_N, blocks)
     moves = 0
     while tries > 0 and moves != max_moves:
@@ -87,11 +87,11 @@ def balance_throughput(
                 moved = assignment.with_span(
                     node, Span(start, start + int(instance.max_blocks_N[node]))
                 )
-                if lacks < moved.deficit(instance):
+                if deficit < moved.deficit(instance):
                     continue
                 wider = solve_max_flow(moved, rate_N, blocks)
                 if wider.steps_per_s > flow.steps_per_s * _MIN_GAIN_RATIO:
-                    assignment, flow, lacks = moved, wider, moved.deficit(instance)
+                    assignment, flow, deficit = moved, wider, moved.deficit(instance)
                     improved = True
                     moves += 1
                     break
@@ -119,15 +119,9 @@ def _starts_at_bottleneck(narrow_B: NDArray[np.bool_], max_blocks: int) -> list[
     """Starts of spans that cover most of the bottleneck, or reach its first or last block."""
     inside = np.flatnonzero(narrow_B)
     last = len(narrow_B) - max_blocks
-    best = int(_window_sums(narrow_B.astype(np.int64), max_blocks).argmax())
+    best = int(window_sums(narrow_B.astype(np.float64), max_blocks).argmax())
     lowest, highest = max(0, int(inside[0]) - max_blocks + 1), min(last, int(inside[-1]))
     return list(dict.fromkeys((best, lowest, highest)))
-
-
-def _window_sums(values_B: Ints, width: int) -> Ints:
-    sums = np.concatenate(([0], np.cumsum(values_B)))
-    windows: Ints = sums[width:] - sums[:-width]
-    return windows
 
 
 MAX_ASSIGNMENTS = 20_000
@@ -181,10 +175,10 @@ def _lowest_latency(instance: PlacementProblem, starts_MN: Ints) -> Assignment:
     for row in np.argsort(relaxed_s_M, kind="stable"):
         if relaxed_s_M[row] >= best_s:
             break
-        layout = instance.assign_full_spans(starts_MN[row])
-        cost_s = score_assignment(instance, layout).latency_s
+        assignment = instance.assign_full_spans(starts_MN[row])
+        cost_s = score_assignment(instance, assignment).latency_s
         if cost_s < best_s:
-            best, best_s = layout, cost_s
+            best, best_s = assignment, cost_s
     return best
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.routing.placement.placement_problem import PlacementProblem
-from nesa_node.routing.problem import ChainProblem, Floats, Ints
+from nesa_node.routing.problem import ChainProblem
+from nesa_node.routing.search.minplus import nearest_transfer_s
 
 _ROUNDING_SLACK = 1.0 + 1e-9
 _ROWS_AT_ONCE = 64
@@ -179,15 +181,3 @@ def _arrival_s(problem: ChainProblem, senders: Ints, done_s_S: Floats) -> Floats
         sums_s_SN[np.arange(len(rows)), rows] = np.inf
         np.minimum(reached_s_N, sums_s_SN.min(axis=0), out=reached_s_N)
     return reached_s_N
-
-
-def nearest_transfer_s(transfer_s_NN: Floats) -> Floats:
-    """The minimum of each row without the diagonal, [N]."""
-    size = len(transfer_s_NN)
-    nearest_s_N = np.full(size, np.inf)
-    for start in range(0, size, _ROWS_AT_ONCE):
-        rows = np.array(transfer_s_NN[start : start + _ROWS_AT_ONCE])
-        here = np.arange(len(rows))
-        rows[here, start + here] = np.inf
-        nearest_s_N[start : start + len(rows)] = rows.min(axis=1, initial=np.inf)
-    return nearest_s_N

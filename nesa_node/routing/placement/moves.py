@@ -128,12 +128,12 @@ def schedule_waves(
     node keeps may be unavailable while it loads.
     """
     waves: list[list[int]] = []
-    left, layout = list(moving), before
+    left, assignment = list(moving), before
     while left:
-        holders_B = _ready_holders(num_blocks, layout, ready)
+        holders_B = _ready_holders(num_blocks, assignment, ready)
         wave: list[int] = []
         for node in left:
-            here = slice(int(layout.starts_N[node]), int(layout.ends_N[node]))
+            here = slice(int(assignment.starts_N[node]), int(assignment.ends_N[node]))
             needed_B = np.zeros(num_blocks, dtype=np.int64)
             needed_B[here] = 1
             if broken:
@@ -146,7 +146,7 @@ def schedule_waves(
         if not wave:
             break
         for node in wave:
-            layout = layout.with_span(node, after.span(node))
+            assignment = assignment.with_span(node, after.span(node))
         ready |= frozenset(wave)
         waves.append(wave)
         left = [node for node in left if node not in wave]

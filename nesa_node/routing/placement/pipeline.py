@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from nesa_node.routing.placement.bound import nearest_transfer_s
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.routing.placement.placement_problem import PlacementProblem
-from nesa_node.routing.problem import Chain, Floats, Ints, Visit
+from nesa_node.routing.problem import Chain, Visit
+from nesa_node.routing.search.minplus import nearest_transfer_s
 
 
 def quickest_cuts(max_blocks_P: Ints, block_s_P: Floats, num_blocks: int) -> Ints:
@@ -76,7 +77,7 @@ def find_pipeline(
     """A low-latency chain through nodes of `allowed` (indices), each at most once, or None.
 
     It is optimal for at most `MAX_EXACT_CANDIDATES` nodes. `nearest_s_N`: result of
-    `bound.nearest_transfer_s`, if known.
+    `nearest_transfer_s`, if known.
     """
     allowed = allowed[instance.max_blocks_N[allowed] > 0]
     if int(instance.max_blocks_N[allowed].sum()) < instance.problem.num_blocks:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest, NodeValues, build_problem
-from nesa_node.routing.problem import ChainProblem, Floats, Ints
+from nesa_node.routing.problem import ChainProblem
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 
@@ -66,7 +67,7 @@ class PlacementProblem:
         return Assignment(self.problem.starts_N, self.problem.ends_N)
 
     def chain_problem(self, assignment: Assignment, client: int = 0) -> ChainProblem:
-        """The chain problem of a client under `layout`."""
+        """The chain problem of a client under `assignment`."""
         problem = self.client_problems[client]
         return replace(problem, starts_N=assignment.starts_N, ends_N=assignment.ends_N)
 
@@ -124,7 +125,7 @@ def make_placement_problem(
     everyone = (*snapshot.nodes, *snapshot.joining)
     whole = Span(0, snapshot.num_blocks)
     pretended = replace(
-        snapshot, nodes=tuple(_with_span(node, whole) for node in everyone), joining=()
+        snapshot, nodes=tuple(with_span(node, whole) for node in everyone), joining=()
     )
     asked = _for_all_nodes(first, whole, len(snapshot.joining))
     problem = build_problem(pretended, asked)
@@ -170,15 +171,21 @@ def _with_client_links(
     return replace(problem, entry_s_N=ends.entry_s_N, exit_s_N=ends.exit_s_N)
 
 
-def _with_span(node: NodeState, span: Span) -> NodeState:
+def with_span(node: NodeState, span: Span) -> NodeState:
     """The node with another span, at the same speed per block."""
-    share = max(len(node.span), 1) / len(span)
+    share = max(len(node.span), 1) / max(len(span), 1)
     return replace(
         node,
         span=span,
         prefill_tokens_per_s=node.prefill_tokens_per_s * share,
         decode_tokens_per_s=node.decode_tokens_per_s * share,
     )
+
+
+def window_sums(values_B: Floats, width: int) -> Floats:
+    """The sums of all windows of `width` blocks."""
+    sums = np.concatenate(([0.0], np.cumsum(values_B)))
+    return sums[width:] - sums[:-width]
 
 
 def _clip_span(span: Span, num_blocks: int) -> Span:

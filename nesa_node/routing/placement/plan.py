@@ -98,9 +98,9 @@ def plan_placement(
     possible: holes are worse than missing replicas, and these are worse than any cost. Few nodes
     are searched exhaustively; else the best of `recipes` is improved by single moves.
     """
-    room = make_placement_problem(snapshot, requests, replicas=replicas)
-    layout, score, method = find_assignment(room, goal, recipes)
-    return describe_plan(snapshot, room, goal, layout, score, method)
+    instance = make_placement_problem(snapshot, requests, replicas=replicas)
+    assignment, score, method = find_assignment(instance, goal, recipes)
+    return describe_plan(snapshot, instance, goal, assignment, score, method)
 
 
 def find_assignment(
@@ -108,8 +108,8 @@ def find_assignment(
 ) -> tuple[Assignment, PlacementScore, str]:
     """The assignment that `plan_placement` describes, its score, and the method that found it."""
     if instance.problem.num_blocks <= MAX_BLOCKS and count_assignments(instance) <= MAX_ASSIGNMENTS:
-        layout = find_best_assignment(instance, goal)
-        return layout, score_assignment(instance, layout), "exhaustive"
+        assignment = find_best_assignment(instance, goal)
+        return assignment, score_assignment(instance, assignment), "exhaustive"
     if instance.problem.num_nodes > LARGE_SWARM_NODES:
         recipes = [each for each in recipes if each.name in _LARGE_SWARM_RECIPES[goal]] or recipes[
             :1
@@ -117,10 +117,10 @@ def find_assignment(
     best: tuple[Assignment, PlacementScore, str] | None = None
     pipelines = Pipelines(instance)
     for recipe in recipes:
-        layout = improve_assignment(instance, apply_recipe(instance, recipe, pipelines), goal)
-        score = score_assignment(instance, layout)
+        assignment = improve_assignment(instance, apply_recipe(instance, recipe, pipelines), goal)
+        score = score_assignment(instance, assignment)
         if best is None or score.is_better_than(best[1], goal):
-            best = (layout, score, recipe.name)
+            best = (assignment, score, recipe.name)
     if best is None:
         raise ValueError("no recipe to place nodes by")
     return best
@@ -129,7 +129,7 @@ def find_assignment(
 def improve_assignment(
     instance: PlacementProblem, assignment: Assignment, goal: Goal
 ) -> Assignment:
-    """Improve `layout` by local search: missing replicas first, then the bottleneck."""
+    """Improve `assignment` by local search: missing replicas first, then the bottleneck."""
     if assignment.deficit(instance).replicas:
         chain = best_chain(instance.chain_problem(assignment)) if goal == "latency" else None
         users = frozenset(visit.node for visit in chain or ())
@@ -147,7 +147,7 @@ def describe_plan(
     score: PlacementScore,
     method: str,
 ) -> PlacementPlan:
-    """`layout` by peer ids, with its bound."""
+    """`assignment` by peer ids, with its bound."""
     if goal == "latency":
         bound = float(
             np.mean(

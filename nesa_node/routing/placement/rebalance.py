@@ -76,14 +76,14 @@ def rebalance(
     search for pipelines.
     """
     policy, costs = policy or RebalancePolicy(), costs or MoveCosts()
-    room = make_placement_problem(snapshot, requests, replicas=replicas)
-    fixed = frozenset(row for row, peer in enumerate(room.problem.peers) if peer in pinned)
-    search = _RebalanceSearch(snapshot, room, goal, policy, costs, fixed, start)
-    lacks = room.current_assignment().deficit(room)
-    if not lacks.replicas:
+    instance = make_placement_problem(snapshot, requests, replicas=replicas)
+    fixed = frozenset(row for row, peer in enumerate(instance.problem.peers) if peer in pinned)
+    search = _RebalanceSearch(snapshot, instance, goal, policy, costs, fixed, start)
+    deficit = instance.current_assignment().deficit(instance)
+    if not deficit.replicas:
         return search.plan_gains()
     mended = search.plan_repairs()
-    if mended.moves or lacks.holes:
+    if mended.moves or deficit.holes:
         return mended
     gained = search.plan_gains()
     # Without moves, report the missing replicas rather than the gain that was too small.
@@ -112,7 +112,7 @@ def no_moves(score: PlacementScore, goal: Goal, refused: str = "") -> RebalanceP
 @dataclass(frozen=True, slots=True)
 class _RebalanceSearch:
     snapshot: Snapshot
-    room: PlacementProblem
+    instance: PlacementProblem
     goal: Goal
     policy: RebalancePolicy
     costs: MoveCosts
@@ -122,13 +122,13 @@ class _RebalanceSearch:
 
     def plan_repairs(self) -> RebalancePlan:
         """Moves that repair missing blocks and replicas, smallest load first."""
-        now = self.room.current_assignment()
-        lacks = now.deficit(self.room)
-        trigger: MoveReason = "hole" if lacks.holes else "replicas"
-        layout, moving, unsafe = now, list[int](), 0
-        while lacks.replicas and len(moving) < self.policy.max_moves:
+        now = self.instance.current_assignment()
+        deficit = now.deficit(self.instance)
+        trigger: MoveReason = "hole" if deficit.holes else "replicas"
+        assignment, moving, unsafe = now, list[int](), 0
+        while deficit.replicas and len(moving) < self.policy.max_moves:
             chosen = None
-            for node, moved in self._repairing_moves(layout, lacks, moving):
+            for node, moved in self._repairing_moves(assignment, deficit, moving):
                 if len(self._waves_by_node(now, moved, [*moving, node])) == len(moving) + 1:
                     chosen = (node, moved)
                     break
@@ -136,25 +136,27 @@ class _RebalanceSearch:
             if chosen is None:
                 break
             moving.append(chosen[0])
-            layout = chosen[1]
-            lacks = layout.deficit(self.room)
-        before = score_assignment(self.room, now)
+            assignment = chosen[1]
+            deficit = assignment.deficit(self.instance)
+        before = score_assignment(self.instance, now)
         if not moving:
-            why = f"{lacks.holes} blocks have no holder and {lacks.replicas} replicas are missing"
+            why = (
+                f"{deficit.holes} blocks have no holder and {deficit.replicas} replicas are missing"
+            )
             idle = "no node that may move has memory to spare for them"
             return no_moves(before, self.goal, f"{why}; {'no move is safe' if unsafe else idle}")
-        left = f"{lacks.replicas} replicas are still missing" if lacks.replicas else ""
-        return self._make_plan(now, layout, moving, trigger, before, left)
+        left = f"{deficit.replicas} replicas are still missing" if deficit.replicas else ""
+        return self._make_plan(now, assignment, moving, trigger, before, left)
 
     def plan_gains(self) -> RebalancePlan:
         """The moves with the largest net gain, if it passes the policy."""
-        now = self.room.current_assignment()
-        before = score_assignment(self.room, now)
+        now = self.instance.current_assignment()
+        before = score_assignment(self.instance, now)
         best: RebalancePlan | None = None
-        for layout, moving in self._gaining_assignments(now, before):
+        for assignment, moving in self._gaining_assignments(now, before):
             if not self.pinned_nodes.isdisjoint(moving):
                 continue
-            found = self._make_plan(now, layout, moving, "gain", before, "")
+            found = self._make_plan(now, assignment, moving, "gain", before, "")
             if len(found.moves) < len(moving) or found.after.deficit > before.deficit:
                 continue
             if found.gain > 0 and (best is None or self._net_gain(found) > self._net_gain(best)):
@@ -173,16 +175,16 @@ class _RebalanceSearch:
         return moves.gain - moves.cost_s / self.policy.horizon_s
 
     def _repairing_moves(
-        self, assignment: Assignment, lacks: CoverageDeficit, moved: Sequence[int]
+        self, assignment: Assignment, deficit: CoverageDeficit, moved: Sequence[int]
     ) -> Iterator[tuple[int, Assignment]]:
         """Single moves that reduce the deficit, most effective first, then smallest load."""
         found = []
-        for node in range(self.room.problem.num_nodes):
+        for node in range(self.instance.problem.num_nodes):
             if node in moved or node in self.pinned_nodes:
                 continue
-            candidate = move_to_deficit(self.room, assignment, node)
-            left = candidate.deficit(self.room)
-            if left < lacks:
+            candidate = move_to_deficit(self.instance, assignment, node)
+            left = candidate.deficit(self.instance)
+            if left < deficit:
                 old, new = assignment.span(node), candidate.span(node)
                 load = len(new) - max(0, min(old.end, new.end) - max(old.start, new.start))
                 found.append(((left, load, node), candidate))
@@ -195,32 +197,32 @@ class _RebalanceSearch:
         """Candidate assignments a few moves away, each with the nodes that move."""
         limit = self.policy.max_moves
         if self.goal == "throughput":
-            wider = balance_throughput(self.room, now, max_moves=limit)
+            wider = balance_throughput(self.instance, now, max_moves=limit)
             yield wider, _changed_nodes(now, wider)
             return
         for chain in self._chains():
-            layout = now
+            assignment = now
             for visit in chain:
-                layout = _with_span_covering(self.room, layout, visit)
-            moving = _changed_nodes(now, layout)
+                assignment = _with_span_covering(self.instance, assignment, visit)
+            moving = _changed_nodes(now, assignment)
             if 0 < len(moving) <= limit:
-                yield layout, moving
-        layout, score, moving = now, before, list[int]()
+                yield assignment, moving
+        assignment, score, moving = now, before, list[int]()
         while len(moving) < limit:
-            step = self._best_single(layout, score, moving)
+            step = self._best_single(assignment, score, moving)
             if step is None:
                 break
-            layout, score, node = step
+            assignment, score, node = step
             moving.append(node)
-            yield layout, list(moving)
+            yield assignment, list(moving)
 
     def _chains(self) -> Iterator[Chain]:
         """Candidate chains whose nodes would have to move to the spans they run."""
         if self.start is not None:
-            for client in range(len(self.room.client_problems)):
-                yield best_chain(self.room.chain_problem(self.start, client)) or ()
-        if self.start is None or self.room.problem.num_nodes <= MAX_PIPELINE_SEARCH_NODES:
-            yield from Pipelines(self.room).first(2 * len(self.room.client_problems))
+            for client in range(len(self.instance.client_problems)):
+                yield best_chain(self.instance.chain_problem(self.start, client)) or ()
+        if self.start is None or self.instance.problem.num_nodes <= MAX_PIPELINE_SEARCH_NODES:
+            yield from Pipelines(self.instance).first(2 * len(self.instance.client_problems))
 
     def _best_single(
         self, assignment: Assignment, score: PlacementScore, moved: Sequence[int]
@@ -230,14 +232,14 @@ class _RebalanceSearch:
         Candidate spans are those that a node would run if it held all blocks.
         """
         best: tuple[Assignment, PlacementScore, int] | None = None
-        everyone = np.arange(self.room.problem.num_nodes)
+        everyone = np.arange(self.instance.problem.num_nodes)
         few = max(4, min(_MAX_SINGLE_MOVES, 15_000 // max(len(everyone), 1)))
-        for node in rank_nodes(self.room, everyone)[:few].tolist():
+        for node in rank_nodes(self.instance, everyone)[:few].tolist():
             if node in moved or node in self.pinned_nodes:
                 continue
-            everywhere = assignment.with_span(node, Span(0, self.room.problem.num_blocks))
+            everywhere = assignment.with_span(node, Span(0, self.instance.problem.num_blocks))
             for candidate in self._used_spans(assignment, everywhere, node):
-                found = score_assignment(self.room, candidate)
+                found = score_assignment(self.instance, candidate)
                 if found.deficit > score.deficit:
                     continue
                 least_s = (best[1] if best else score).latency_s
@@ -249,12 +251,12 @@ class _RebalanceSearch:
         self, assignment: Assignment, everywhere: Assignment, node: int
     ) -> Iterator[Assignment]:
         seen = {assignment.span(node)}
-        for client in range(len(self.room.client_problems)):
-            chain = best_chain(self.room.chain_problem(everywhere, client)) or ()
+        for client in range(len(self.instance.client_problems)):
+            chain = best_chain(self.instance.chain_problem(everywhere, client)) or ()
             for visit in chain:
                 if visit.node != node:
                     continue
-                candidate = _with_span_covering(self.room, assignment, visit)
+                candidate = _with_span_covering(self.instance, assignment, visit)
                 if candidate.span(node) not in seen:
                     seen.add(candidate.span(node))
                     yield candidate
@@ -265,10 +267,10 @@ class _RebalanceSearch:
         """The wave number of each node that can move safely."""
         serving = {node.peer_id for node in self.snapshot.nodes}
         ready = frozenset(
-            row for row, peer in enumerate(self.room.problem.peers) if peer in serving
+            row for row, peer in enumerate(self.instance.problem.peers) if peer in serving
         )
-        broken = now.deficit(self.room).holes > 0
-        blocks = self.room.problem.num_blocks
+        broken = now.deficit(self.instance).holes > 0
+        blocks = self.instance.problem.num_blocks
         waves = schedule_waves(blocks, now, after, moving, ready=ready, broken=broken)
         return {node: number for number, wave in enumerate(waves) for node in wave}
 
@@ -284,12 +286,12 @@ class _RebalanceSearch:
         wave_of = self._waves_by_node(now, after, moving)
         ordered = sorted(wave_of, key=lambda node: (wave_of[node], moving.index(node)))
         states = {node.peer_id: node for node in (*self.snapshot.nodes, *self.snapshot.joining)}
-        layout, score = now, before
+        assignment, score = now, before
         moves = []
         for node in ordered:
-            layout = layout.with_span(node, after.span(node))
-            then = score_assignment(self.room, layout)
-            peer = self.room.problem.peers[node]
+            assignment = assignment.with_span(node, after.span(node))
+            then = score_assignment(self.instance, assignment)
+            peer = self.instance.problem.peers[node]
             load_bytes, load_s, cache_tokens, hand_over_s = move_cost(
                 states[peer], now.span(node), after.span(node), self.costs
             )
@@ -315,7 +317,7 @@ class _RebalanceSearch:
             moves=tuple(moves),
             before=before,
             after=score,
-            cost_s=swarm_seconds_lost(self.room, away),
+            cost_s=swarm_seconds_lost(self.instance, away),
             refused=refused,
         )
 
@@ -323,7 +325,7 @@ class _RebalanceSearch:
 def _with_span_covering(
     instance: PlacementProblem, assignment: Assignment, visit: Visit
 ) -> Assignment:
-    """`layout` with the visit's node moved by the least distance that covers the visit.
+    """`assignment` with the visit's node moved by the least distance that covers the visit.
 
     If the visit does not fit, its beginning is covered.
     """

@@ -15,15 +15,16 @@ from typing import Literal
 
 import numpy as np
 
-from nesa_node.routing.placement.bound import nearest_transfer_s
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.routing.placement.pipeline import (
     cut_pipeline,
     even_cuts,
     find_pipeline,
     heuristic_pipeline,
 )
-from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem
-from nesa_node.routing.problem import Chain, Floats, Ints
+from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem, window_sums
+from nesa_node.routing.problem import Chain
+from nesa_node.routing.search.minplus import nearest_transfer_s
 
 _EMPTY_LEVEL = 1e-9
 _SHARPNESS = 3.0
@@ -58,11 +59,11 @@ class BlockCoverage:
         """
         level_B = self.speed_B + _EMPTY_LEVEL * blocks_per_s
         ease_B = level_B**-_SHARPNESS - (level_B + blocks_per_s / max_blocks) ** -_SHARPNESS
-        covered = _window_sums((self.holders_B == 0).astype(np.float64), max_blocks)[
+        covered = window_sums((self.holders_B == 0).astype(np.float64), max_blocks)[
             first_start : last_start + 1
         ]
-        replicated = _window_sums((self.holders_B < replicas).astype(np.float64), max_blocks)
-        eased = _window_sums(ease_B, max_blocks)
+        replicated = window_sums((self.holders_B < replicas).astype(np.float64), max_blocks)
+        eased = window_sums(ease_B, max_blocks)
         best = np.flatnonzero(covered == covered.max()) + first_start
         best = best[replicated[best] == replicated[best].max()]
         # Window sums of equal blocks differ in their last bits, which must not break ties.
@@ -86,12 +87,6 @@ def water_fill(
         coverage.add_span(start, most, float(rate_N[node]))
 
 
-def _window_sums(values_B: Floats, width: int) -> Floats:
-    """The sums of all windows of `width` blocks."""
-    sums = np.concatenate(([0.0], np.cumsum(values_B)))
-    return sums[width:] - sums[:-width]
-
-
 FillOrder = Literal["memory", "speed", "near"]
 
 
@@ -101,7 +96,7 @@ _NUM_NEAR_GROUPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A heuristic: first up to `pipelines` pipelines, then water filling with all other nodes.
+    """A heuristic: first up to `pipelines` pipelines, then coverage filling with all other nodes.
 
     Each pipeline is the best one of the nodes left; its nodes' spare capacity is filled as well.
     `searched`: find pipelines by search, else by rank, at almost no cost. `cut`: give a pipeline's
@@ -139,7 +134,7 @@ class Pipelines:
     """
 
     def __init__(self, instance: PlacementProblem, *, searched: bool = True) -> None:
-        self._room = instance
+        self._instance = instance
         self._find = find_pipeline if searched else heuristic_pipeline
         self._free_N = instance.max_blocks_N > 0
         self._found: list[Chain] = []
@@ -150,10 +145,10 @@ class Pipelines:
         """The first `count` pipelines; fewer if the nodes do not suffice."""
         while len(self._found) < count and not self._exhausted:
             if self._nearest_s_N is None:
-                self._nearest_s_N = nearest_transfer_s(self._room.problem.transfer_s_NN)
-            client = len(self._found) % len(self._room.client_problems)
+                self._nearest_s_N = nearest_transfer_s(self._instance.problem.transfer_s_NN)
+            client = len(self._found) % len(self._instance.client_problems)
             free = np.flatnonzero(self._free_N)
-            chain = self._find(self._room.for_client(client), free, self._nearest_s_N)
+            chain = self._find(self._instance.for_client(client), free, self._nearest_s_N)
             if chain is None:
                 self._exhausted = True
             else:
@@ -167,25 +162,25 @@ def apply_recipe(
 ) -> Assignment:
     """The assignment made by `recipe`; every node holds as many blocks as fit.
 
-    `pipelines`: searched pipelines of `room` to reuse, if any.
+    `pipelines`: searched pipelines of `instance` to reuse, if any.
     """
     blocks = instance.problem.num_blocks
     starts_N = np.zeros(instance.problem.num_nodes, dtype=np.int64)
-    water = BlockCoverage.empty(blocks)
+    coverage = BlockCoverage.empty(blocks)
     free_N = instance.max_blocks_N > 0
     if pipelines is None or not recipe.searched:
         pipelines = Pipelines(instance, searched=recipe.searched)
     for chain in pipelines.first(recipe.pipelines):
         if recipe.cut == "even":
             chain = cut_pipeline(instance, [visit.node for visit in chain], even_cuts)
-        grow_spans(instance, starts_N, water, chain)
+        grow_spans(instance, starts_N, coverage, chain)
         free_N[[visit.node for visit in chain]] = False
     for group in _ordered_groups(instance, np.flatnonzero(free_N), recipe):
         if recipe.regions > 1 and int(instance.max_blocks_N[group].sum()) >= blocks:
             water_fill(instance, starts_N, BlockCoverage.empty(blocks), group.tolist())
-            _add_spans(instance, starts_N, water, group)
+            _add_spans(instance, starts_N, coverage, group)
         else:
-            water_fill(instance, starts_N, water, group.tolist())
+            water_fill(instance, starts_N, coverage, group.tolist())
     return instance.assign_full_spans(starts_N)
 
 

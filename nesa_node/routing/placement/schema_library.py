@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest
@@ -34,7 +35,6 @@ from nesa_node.routing.placement.schemas import (
     schema_costs,
 )
 from nesa_node.routing.placement.score import Goal
-from nesa_node.routing.problem import Floats
 from nesa_node.routing.tuning.scenarios import sample_snapshots
 from nesa_node.topology.snapshot import Snapshot
 
@@ -80,10 +80,10 @@ def precompute_library(
     chosen = sample_snapshots(chosen, int(seconds / max(clock() - began, 1e-6)))
     if len(chosen) < MIN_SNAPSHOTS:
         return PrecomputedLibrary(None, f"{seconds:g} s suffice for {len(chosen)} snapshots only")
-    rooms = [snapshot_placement_problem(snapshot, replicas) for snapshot in chosen]
-    cost_WS = schema_costs(rooms, CANDIDATE_SCHEMAS, goal)
-    features_W = [placement_features(room, with_homology=False) for room in rooms]
-    cut = round(len(rooms) * (1 - HELD_OUT_FRACTION))
+    instances = [snapshot_placement_problem(snapshot, replicas) for snapshot in chosen]
+    cost_WS = schema_costs(instances, CANDIDATE_SCHEMAS, goal)
+    features_W = [placement_features(instance, with_homology=False) for instance in instances]
+    cut = round(len(instances) * (1 - HELD_OUT_FRACTION))
 
     def learnt(count: int) -> SchemaLibrary:
         return learn_library(
@@ -96,12 +96,12 @@ def precompute_library(
         )
 
     regret = mean_regret(learnt(cut), cost_WS[cut:], features_W[cut:])
-    found = f"{regret:.1%} above the best schema on {len(rooms) - cut} held-out snapshots"
+    found = f"{regret:.1%} above the best schema on {len(instances) - cut} held-out snapshots"
     if regret > MAX_REGRET:
-        return PrecomputedLibrary(None, f"{found}: more than {MAX_REGRET:.0%}", regret, len(rooms))
-    library = learnt(len(rooms))
-    kinds = f"{len(library.clusters)} kinds of topology in {len(rooms)} snapshots"
-    return PrecomputedLibrary(library, f"{found}; {kinds}", regret, len(rooms))
+        return PrecomputedLibrary(None, f"{found}: more than {MAX_REGRET:.0%}", regret, len(chosen))
+    library = learnt(len(chosen))
+    kinds = f"{len(library.clusters)} kinds of topology in {len(chosen)} snapshots"
+    return PrecomputedLibrary(library, f"{found}; {kinds}", regret, len(chosen))
 
 
 def snapshot_placement_problem(snapshot: Snapshot, replicas: int) -> PlacementProblem:

@@ -15,13 +15,15 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.errors import MissingBlocksError
+from nesa_node.routing.chains import ChainChooser
 from nesa_node.routing.placement.placement_problem import (
     Assignment,
     CoverageDeficit,
     PlacementProblem,
 )
-from nesa_node.routing.problem import Chain, ChainProblem, Floats, Ints, step_time
+from nesa_node.routing.problem import Chain, ChainProblem, step_time
 from nesa_node.routing.search.exact import exact_latency
 
 _TOLERANCE = 1e-12
@@ -173,9 +175,9 @@ def best_chain_latency_s(problem: ChainProblem) -> float:
     return step_time(problem, chain).total_s if chain is not None else np.inf
 
 
-def best_chain(problem: ChainProblem) -> Chain | None:
-    """The fastest chain through the spans, None if there is no chain."""
+def best_chain(problem: ChainProblem, choose: ChainChooser = exact_latency) -> Chain | None:
+    """The chain that `choose` finds, by default the fastest; None if there is none."""
     try:
-        return exact_latency(problem)
+        return choose(problem)
     except MissingBlocksError:
         return None

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest
-from nesa_node.routing.chains import Hop
+from nesa_node.routing.chains import ChainChooser, Hop
 from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan
 from nesa_node.routing.placement.placement_problem import (
     CoverageDeficit,
-    PlacementProblem,
     make_placement_problem,
+    with_span,
 )
 from nesa_node.routing.placement.plan import (
     PlacementPlan,
-    describe_plan,
     find_assignment,
+    plan_placement,
     visits_to_hops,
 )
 from nesa_node.routing.placement.rebalance import RebalancePolicy, rebalance
 from nesa_node.routing.placement.recipes import BlockCoverage, water_fill
-from nesa_node.routing.placement.score import Goal, score_assignment
-from nesa_node.routing.problem import Chain, ChainProblem, step_time
+from nesa_node.routing.placement.score import Goal, best_chain, score_assignment
+from nesa_node.routing.problem import step_time
 from nesa_node.routing.search.exact import exact_latency
 from nesa_node.topology.snapshot import NodeState, Snapshot
-
-ChainStrategy = Callable[[ChainProblem], Chain]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +38,7 @@ class WhatIfSettings:
     requests: Sequence[ChainRequest]
     goal: Goal = "latency"
     replicas: int = 2
-    strategy: ChainStrategy = exact_latency
+    strategy: ChainChooser = exact_latency
     policy: RebalancePolicy = field(default_factory=RebalancePolicy)
     costs: MoveCosts = field(default_factory=MoveCosts)
 
@@ -85,9 +82,9 @@ def study_change(snapshot: Snapshot, changed: Snapshot, question: WhatIfSettings
         costs=question.costs,
     )
     after = with_spans(changed, {move.peer_id: move.after for move in moves.moves})
-    room = make_placement_problem(changed, question.requests, replicas=question.replicas)
-    layout, score, method = find_assignment(room, question.goal)
-    placement = describe_plan(changed, room, question.goal, layout, score, method)
+    placement = plan_placement(
+        changed, question.requests, goal=question.goal, replicas=question.replicas
+    )
     return WhatIfResult(
         before=measure_swarm(snapshot, question),
         changed=measure_swarm(changed, question),
@@ -99,56 +96,46 @@ def study_change(snapshot: Snapshot, changed: Snapshot, question: WhatIfSettings
 
 
 def measure_swarm(snapshot: Snapshot, question: WhatIfSettings) -> SwarmPerformance:
-    room = make_placement_problem(snapshot, question.requests, replicas=question.replicas)
-    score = score_assignment(room, room.current_assignment())
-    chains = [
-        _choose_chain(room, question.strategy, client)
-        for client in range(len(room.client_problems))
-    ]
+    instance = make_placement_problem(snapshot, question.requests, replicas=question.replicas)
+    score = score_assignment(instance, instance.current_assignment())
+    chains = [best_chain(problem, choose=question.strategy) for problem in instance.client_problems]
     latencies_s = [
-        np.inf if chain is None else step_time(room.client_problems[client], chain).total_s
-        for client, chain in enumerate(chains)
+        np.inf if chain is None else step_time(problem, chain).total_s
+        for problem, chain in zip(instance.client_problems, chains, strict=True)
     ]
     return SwarmPerformance(
         snapshot=snapshot,
         latency_s=float(np.mean(latencies_s)),
         steps_per_s=score.steps_per_s,
-        chain=visits_to_hops(room, chains[0] or ()),
+        chain=visits_to_hops(instance, chains[0] or ()),
         deficit=score.deficit,
     )
 
 
-def _choose_chain(instance: PlacementProblem, strategy: ChainStrategy, client: int) -> Chain | None:
-    try:
-        return strategy(instance.client_problems[client])
-    except MissingBlocksError:
-        return None
-
-
 def assign_empty_nodes(snapshot: Snapshot, question: WhatIfSettings) -> Snapshot:
     """Assign spans to nodes without one, as joining nodes would; plan all if no node has one."""
-    room = make_placement_problem(snapshot, question.requests, replicas=question.replicas)
-    problem = room.problem
+    instance = make_placement_problem(snapshot, question.requests, replicas=question.replicas)
+    problem = instance.problem
     empty_N = problem.ends_N <= problem.starts_N
     if not empty_N.any():
         return snapshot
     if empty_N.all():
-        layout, _, _ = find_assignment(room, question.goal)
-        spans = {peer: layout.span(node) for node, peer in enumerate(problem.peers)}
+        assignment, _, _ = find_assignment(instance, question.goal)
+        spans = {peer: assignment.span(node) for node, peer in enumerate(problem.peers)}
         return with_spans(snapshot, spans)
-    water = BlockCoverage.empty(problem.num_blocks)
-    rate_N = room.blocks_per_s_N
+    coverage = BlockCoverage.empty(problem.num_blocks)
+    rate_N = instance.blocks_per_s_N
     for node in np.flatnonzero(~empty_N).tolist():
         start, end = int(problem.starts_N[node]), int(problem.ends_N[node])
-        water.add_span(start, end - start, float(rate_N[node]))
+        coverage.add_span(start, end - start, float(rate_N[node]))
     starts_N = problem.starts_N.copy()
     newcomers = sorted(
-        np.flatnonzero(empty_N).tolist(), key=lambda node: -int(room.max_blocks_N[node])
+        np.flatnonzero(empty_N).tolist(), key=lambda node: -int(instance.max_blocks_N[node])
     )
-    water_fill(room, starts_N, water, newcomers)
+    water_fill(instance, starts_N, coverage, newcomers)
     spans = {
         problem.peers[node]: Span(
-            int(starts_N[node]), int(starts_N[node] + room.max_blocks_N[node])
+            int(starts_N[node]), int(starts_N[node] + instance.max_blocks_N[node])
         )
         for node in newcomers
     }
@@ -157,20 +144,13 @@ def assign_empty_nodes(snapshot: Snapshot, question: WhatIfSettings) -> Snapshot
 
 def with_spans(snapshot: Snapshot, spans: Mapping[PeerId, Span]) -> Snapshot:
     """`snapshot` with the given spans, at the same speed per block."""
+
+    def moved(node: NodeState) -> NodeState:
+        span = spans.get(node.peer_id, node.span)
+        return node if span == node.span else with_span(node, span)
+
     return replace(
         snapshot,
-        nodes=tuple(_with_span(node, spans.get(node.peer_id)) for node in snapshot.nodes),
-        joining=tuple(_with_span(node, spans.get(node.peer_id)) for node in snapshot.joining),
-    )
-
-
-def _with_span(node: NodeState, span: Span | None) -> NodeState:
-    if span is None or span == node.span:
-        return node
-    share = max(len(node.span), 1) / max(len(span), 1)
-    return replace(
-        node,
-        span=span,
-        prefill_tokens_per_s=node.prefill_tokens_per_s * share,
-        decode_tokens_per_s=node.decode_tokens_per_s * share,
+        nodes=tuple(moved(node) for node in snapshot.nodes),
+        joining=tuple(moved(node) for node in snapshot.joining),
     )

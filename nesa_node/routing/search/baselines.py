@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nesa_node.routing.problem import Chain, ChainProblem, Floats, Ints, Visit
+from nesa_node.core.arrays import Floats, Ints
+from nesa_node.routing.problem import Chain, ChainProblem, Visit
 from nesa_node.routing.search.exact import unlinked_error
 from nesa_node.routing.search.minplus import MinPlus, holder_mask
 

@@ -19,7 +19,8 @@ from functools import partial
 
 import numpy as np
 
-from nesa_node.routing.problem import Chain, ChainProblem, Floats, Visit
+from nesa_node.core.arrays import Floats
+from nesa_node.routing.problem import Chain, ChainProblem, Visit
 from nesa_node.routing.search.exact import exact_latency
 
 _THRESHOLD_SLACK = 1.0 + 1e-12

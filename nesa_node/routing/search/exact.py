@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.routing.problem import Chain, ChainProblem, Floats, Visit, step_time
+from nesa_node.routing.problem import Chain, ChainProblem, Visit, step_time
 from nesa_node.routing.search.minplus import ROUNDING_SLACK, CostedChain, Mask, MinPlus, holder_mask
 
 _NODES_PER_ROUND = 2

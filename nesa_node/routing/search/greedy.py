@@ -26,7 +26,8 @@ from typing import Literal
 
 import numpy as np
 
-from nesa_node.routing.problem import Chain, ChainProblem, Floats, Ints, Visit
+from nesa_node.core.arrays import Floats, Ints
+from nesa_node.routing.problem import Chain, ChainProblem, Visit
 from nesa_node.routing.search.minplus import holder_mask
 
 LoadTerm = Literal["seconds", "ratio"]

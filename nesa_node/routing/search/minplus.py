@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.span import Span
-from nesa_node.routing.problem import Chain, ChainProblem, Floats, Ints, Visit
+from nesa_node.routing.problem import Chain, ChainProblem, Visit
 from nesa_node.topology.snapshot import zero_runs
 
 Mask = NDArray[np.bool_]

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError
-from nesa_node.routing.problem import Chain, ChainProblem, Floats, step_time
+from nesa_node.routing.problem import Chain, ChainProblem, step_time
 from nesa_node.routing.search.bottleneck import bottleneck_s
 from nesa_node.routing.search.exact import exact_latency
 

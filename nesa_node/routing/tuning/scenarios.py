@@ -19,17 +19,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest, build_problem
-from nesa_node.routing.problem import (
-    RECOVERY_S,
-    TOKENS_PER_SESSION,
-    Chain,
-    ChainProblem,
-    Floats,
-    step_time,
-)
+from nesa_node.routing.problem import RECOVERY_S, TOKENS_PER_SESSION, Chain, ChainProblem, step_time
 from nesa_node.routing.search.exact import exact_latency
 from nesa_node.routing.search.greedy import GreedyInputs, GreedyParameters, GreedyRule
 from nesa_node.topology.snapshot import Snapshot
@@ -55,17 +49,14 @@ class TuningScenario:
         problem: ChainProblem,
         rng: np.random.Generator,
         *,
-        present_N: Floats | None = None,
         draws: int = FAILURE_DRAWS,
     ) -> TuningScenario:
-        """A scenario of `problem`, with failures drawn from `present_N`.
+        """A scenario of `problem`; a node's reliability is the chance that it stays for a session.
 
-        `present_N`: the probability that a node stays for a session, by default its reliability.
         Raises `MissingBlocksError`.
         """
-        chance_N = problem.reliability_N if present_N is None else present_N
         optimum_s = step_time(problem, exact_latency(problem)).total_s
-        fails_KN = rng.random((draws, problem.num_nodes)) >= chance_N
+        fails_KN = rng.random((draws, problem.num_nodes)) >= problem.reliability_N
         return cls(GreedyInputs.from_problem(problem), optimum_s, fails_KN.mean(axis=0))
 
     def time_ratio(self, chain: Chain) -> float:

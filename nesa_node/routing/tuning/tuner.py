@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nesa_node.routing.problem import Floats
+from nesa_node.core.arrays import Floats
 from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS, GreedyParameters
 from nesa_node.routing.tuning.scenarios import (
     TuningScenario,
@@ -57,46 +57,37 @@ class SearchResult:
     history: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TuningReport:
     """Results of the genetic algorithm and of random search, against the parameters before.
 
-    `winner` is the better search result on the training scenarios; on the held-out ones it saves
-    the share `gain` of the cost per session, with `gain_error` the standard error over sessions.
+    The arrays are time ratios of the held-out scenarios, in their order.
     """
 
     before: GreedyParameters
     genetic: SearchResult
     random: SearchResult
-    held_out_before: float
-    held_out_genetic: float
-    held_out_random: float
-    gain: float
-    gain_error: float
-    evaluations: int
+    before_ratios: Floats
+    genetic_ratios: Floats
+    random_ratios: Floats
 
     @property
     def winner(self) -> GreedyParameters:
-        return (self.random if self.random.cost < self.genetic.cost else self.genetic).best
+        """The better search result on the training scenarios."""
+        return (self.random if self._is_random_better else self.genetic).best
 
     @property
-    def recommended(self) -> GreedyParameters:
-        """`winner` if its gain exceeds two standard errors, else `before`."""
-        return self.winner if self.gain > 2.0 * self.gain_error else self.before
+    def winner_ratios(self) -> Floats:
+        return self.random_ratios if self._is_random_better else self.genetic_ratios
 
     @property
-    def genetic_beats_random(self) -> bool:
-        return self.held_out_genetic < self.held_out_random
+    def evaluations(self) -> int:
+        """Candidates of each search."""
+        return len(self.genetic.history)
 
-    def __str__(self) -> str:
-        won = "beats" if self.genetic_beats_random else "does NOT beat"
-        kept = "is kept" if self.recommended == self.before else "goes"
-        return (
-            f"held out: before {self.held_out_before:.4f}, genetic {self.held_out_genetic:.4f}, "
-            f"random {self.held_out_random:.4f}; the genetic algorithm {won} random search "
-            f"of as many candidates ({self.evaluations}); the winner saves {self.gain:.2%} "
-            f"+- {self.gain_error:.2%}, what was before {kept}"
-        )
+    @property
+    def _is_random_better(self) -> bool:
+        return self.random.cost < self.genetic.cost
 
 
 def tune(
@@ -121,23 +112,9 @@ def tune(
         return fitness(parameters, scenarios)
 
     genetic = genetic_search(cost, rng, before, population=population, generations=generations)
-    evaluations = len(genetic.history)
-    random = random_search(cost, rng, before, evaluations=evaluations)
-    old, by_genetic, by_random = (
-        time_ratios(parameters, held_out) for parameters in (before, genetic.best, random.best)
-    )
-    saved = 1.0 - (by_random if random.cost < genetic.cost else by_genetic) / old
-    return TuningReport(
-        before=before,
-        genetic=genetic,
-        random=random,
-        held_out_before=float(old.mean()),
-        held_out_genetic=float(by_genetic.mean()),
-        held_out_random=float(by_random.mean()),
-        gain=float(saved.mean()),
-        gain_error=float(saved.std() / math.sqrt(len(saved))),
-        evaluations=evaluations,
-    )
+    random = random_search(cost, rng, before, evaluations=len(genetic.history))
+    ratios = (time_ratios(each, held_out) for each in (before, genetic.best, random.best))
+    return TuningReport(before, genetic, random, *ratios)
 
 
 def genetic_search(
@@ -300,8 +277,10 @@ def retune(
     learn, held_out = make_scenarios(chosen[:cut], rng), make_scenarios(chosen[cut:], rng)
     if len(learn) < MIN_SNAPSHOTS // 2 or len(held_out) < HELD_OUT_PERIODS:
         return RetuneResult(current, "too few snapshots have a chain to tune on")
-    before = time_ratios(current, held_out)
-    if current != shipped and before.mean() >= time_ratios(shipped, held_out).mean():
+    if (
+        current != shipped
+        and time_ratios(current, held_out).mean() >= time_ratios(shipped, held_out).mean()
+    ):
         return RetuneResult(
             shipped, "the tuned parameters are no longer better than the shipped ones"
         )
@@ -313,19 +292,12 @@ def retune(
     report = tune(
         learn, held_out, rng, before=current, population=_POPULATION, generations=generations
     )
-    return judge_winner(
-        report, before, time_ratios(report.winner, held_out), learnt_from=len(learn)
-    )
+    return _judge_winner(report, learnt_from=len(learn))
 
 
-def judge_winner(
-    report: TuningReport, before: Floats, after: Floats, *, learnt_from: int
-) -> RetuneResult:
-    """The winner if it gains enough, else the parameters before.
-
-    `before`, `after`: time ratios of the held-out scenarios in chronological order.
-    """
-    saved = 1.0 - after / before
+def _judge_winner(report: TuningReport, *, learnt_from: int) -> RetuneResult:
+    """The winner if it gains enough on the held-out scenarios, else the parameters before."""
+    saved = 1.0 - report.winner_ratios / report.before_ratios
     means = np.array([part.mean() for part in np.array_split(saved, HELD_OUT_PERIODS)])
     gain, error = float(saved.mean()), float(means.std(ddof=1) / math.sqrt(len(means)))
     least = max(MIN_GAIN_ERRORS * error, MIN_GAIN)

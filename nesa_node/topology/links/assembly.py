@@ -23,12 +23,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Bools, Floats
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.links.packed import MeasuredLink, peer_digest
-
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 MAX_AGE_DIFFERENCE_S = 600.0
 """A measurement that is older than the other end's by more than this is ignored."""

@@ -24,14 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Bools, Floats, Ints
 from nesa_node.topology.geography import drop_implausible, locations_array
 from nesa_node.topology.links.expected_rtt import expect_from_coordinates, expect_from_places
 from nesa_node.topology.links.matrix import Links, make_symmetric
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _ITERATIONS = 6
 
@@ -96,8 +93,6 @@ def _median_known(values_N: Floats) -> float:
     known = values_N[~np.isnan(values_N)]
     return float(np.median(known)) if len(known) else float("nan")
 
-
-Bools = NDArray[np.bool_]
 
 ESTIMATE_CONFIDENCE = 0.3
 """Maximum confidence of an estimate; lower where either node has few measurements."""

@@ -25,10 +25,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array, vstack
 from scipy.sparse.linalg import lsqr
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.topology.geography import great_circle_km, min_rtt_ms
 from nesa_node.topology.links.vivaldi import (
     CABLE_STRETCH,
@@ -37,9 +37,6 @@ from nesa_node.topology.links.vivaldi import (
     fit_coordinates,
     positions_from_places,
 )
-
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 TYPICAL_HEIGHT_MS = 8.0
 TYPICAL_STRETCH = 1.6
@@ -105,8 +102,6 @@ def fit_heights(rtt_ms_NN: Floats, light_ms_NN: Floats) -> HeightFit:
         robust_E = 1.0 / np.sqrt(np.maximum(wrong_E / _RELATIVE_ERROR_TOLERANCE, 1.0))
     return HeightFit(height_N, stretch)
 
-
-Ints = NDArray[np.int64]
 
 MAX_CLUSTERS = 256
 SHRINKAGE_WEIGHT = 0.5

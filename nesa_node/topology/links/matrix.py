@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats
 from nesa_node.core.ids import PeerId
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

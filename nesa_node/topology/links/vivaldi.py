@@ -16,12 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.topology.geography import EARTH_RADIUS_KM, FIBRE_KM_PER_RTT_MS, unit_vectors
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 NUM_DIMENSIONS = 3
 MAX_POSITION_MS = 1000.0

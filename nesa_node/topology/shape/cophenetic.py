@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from nesa_node.topology.shape.filtration import Floats, Ints
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.topology.shape.merge_tree import MergeTree
 
 
@@ -25,19 +24,6 @@ def leaf_heights(tree: MergeTree, leaf: int) -> Floats:
     if leaf:
         np.maximum.accumulate(tree.gap_N[leaf:0:-1], out=row_N[leaf - 1 :: -1])
     return row_N
-
-
-def cophenetic_matrix(
-    tree: MergeTree, dtype: type[np.floating] = np.float32
-) -> NDArray[np.floating]:
-    """Cophenetic matrix [N, N] in the nodes' order; inf between unconnected parts, diagonal 0.
-
-    100 MB for 5,000 nodes in float32, the default.
-    """
-    matrix_NN = np.empty((len(tree), len(tree)), dtype=dtype)
-    for leaf, node in enumerate(tree.order_N.tolist()):
-        matrix_NN[node, tree.order_N] = leaf_heights(tree, leaf)
-    return matrix_NN
 
 
 def quantile_heights(tree: MergeTree, share: float = 0.5, *, cap: float = np.inf) -> Floats:

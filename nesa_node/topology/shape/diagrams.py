@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nesa_node.topology.shape.filtration import Floats
+from nesa_node.core.arrays import Floats
 from nesa_node.topology.shape.gudhi_backend import hera_bottleneck, hera_wasserstein
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nesa_node.core.arrays import Floats
 from nesa_node.topology.shape.diagrams import PersistenceDiagram, make_diagram
-from nesa_node.topology.shape.filtration import Floats
 from nesa_node.topology.shape.network_shape import NetworkShape
 
 

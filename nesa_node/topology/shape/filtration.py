@@ -13,13 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.snapshot import Snapshot
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 # Large matrices are read this many rows at a time: temporaries stay small beside the matrix.
 _ROWS_PER_CHUNK = 256

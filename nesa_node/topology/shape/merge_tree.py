@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.topology.shape.diagrams import PersistenceDiagram, make_diagram
-from nesa_node.topology.shape.filtration import Filtration, Floats, Ints
+from nesa_node.topology.shape.filtration import Filtration
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,15 +39,6 @@ class MergeTree:
 
     def __len__(self) -> int:
         return len(self.birth_N)
-
-    def components(self, scale: float) -> Ints:
-        """Component number of each node at `scale`, [N] int64; -1 for unborn nodes."""
-        label_N = np.empty(len(self), dtype=np.int64)
-        label_N[self.order_N] = np.cumsum(self.gap_N > scale) - 1
-        born_N = self.birth_N <= scale
-        label_N[born_N] = np.unique(label_N[born_N], return_inverse=True)[1]
-        label_N[~born_N] = -1
-        return label_N
 
     def largest_branch(self, marked_N: NDArray[np.bool_]) -> int:
         """Number of leaves of the largest fully marked branch; a single leaf is a branch."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nesa_node.core.arrays import Ints
 from nesa_node.topology.shape.diagrams import PersistenceDiagram, betti_numbers
-from nesa_node.topology.shape.filtration import Filtration, Ints
+from nesa_node.topology.shape.filtration import Filtration
 from nesa_node.topology.shape.gudhi_backend import TooManyTrianglesError
 from nesa_node.topology.shape.loops import Loop, longest_loops, loop_diagram
 from nesa_node.topology.shape.merge_tree import MergeTree, merge_tree

@@ -16,7 +16,7 @@ import warnings
 
 import numpy as np
 
-from nesa_node.topology.shape.filtration import Floats
+from nesa_node.core.arrays import Floats
 
 # Deviation at which the score is a half.
 DEVIATION_TOLERANCE = 0.5

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
@@ -23,8 +22,6 @@ from nesa_node.topology.simulation.devices import (
 from nesa_node.topology.simulation.swarm_file import known_regions
 from nesa_node.topology.simulation.world import BYTES_PER_MBIT
 from nesa_node.topology.snapshot import NodeState, Snapshot
-
-Floats = NDArray[np.float64]
 
 MAX_NEWCOMERS = 1000
 _PATTERN = re.compile(

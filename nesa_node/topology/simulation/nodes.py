@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.topology.simulation.devices import (
@@ -26,8 +26,6 @@ from nesa_node.topology.simulation.devices import (
     Device,
 )
 from nesa_node.topology.snapshot import NodeState
-
-Floats = NDArray[np.float64]
 
 MAX_LOAD = 0.95
 TARGET_REPLICAS = 2.5
@@ -117,8 +115,6 @@ def draw_nodes(
         )
     return tuple(nodes)
 
-
-Ints = NDArray[np.int64]
 
 MAX_SPAN_FRACTION = 0.5
 """Maximum fraction of the model per node, so that chains have several hops; more with few nodes."""

@@ -30,8 +30,8 @@ from typing import Annotated
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
@@ -50,8 +50,6 @@ from nesa_node.topology.simulation.devices import (
 from nesa_node.topology.simulation.world import BYTES_PER_MBIT
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from nesa_node.topology.tables import TABLE_NAMES, load_table
-
-Floats = NDArray[np.float64]
 
 STATED_CONFIDENCE = 1.0
 ESTIMATED_CONFIDENCE = 0.2

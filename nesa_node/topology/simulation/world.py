@@ -17,23 +17,18 @@ Legend: A and B machines each, R regions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Bools, Floats, Ints
 from nesa_node.core.ids import ModelId
 from nesa_node.topology.geography import CITIES, Region, min_rtt_ms
 from nesa_node.topology.links.matrix import Links, make_symmetric
 from nesa_node.topology.simulation.devices import LLAMA_70B, Block
 from nesa_node.topology.simulation.nodes import choose_spans, draw_devices, draw_nodes, fit_devices
 from nesa_node.topology.snapshot import Snapshot
-from nesa_node.topology.tables import RegionTable
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 BYTES_PER_MBIT = 125_000.0
 """Bytes/s of one Mbit/s."""
@@ -190,68 +185,6 @@ def _cable_rtts_ms(regions: Sequence[Region], rng: np.random.Generator) -> Float
     rtt_ms_RR = min_rtt_ms(region_coordinates(regions), region_coordinates(regions)) * stretch_RR
     make_symmetric(rtt_ms_RR)
     return rtt_ms_RR + 0.5
-
-
-def world_from_table(
-    table: RegionTable,
-    num_nodes: int,
-    num_blocks: int,
-    rng: np.random.Generator,
-    *,
-    num_clients: int = 4,
-    residential_share: float = 0.7,
-    block: Block = LLAMA_70B,
-    taken_at: float = 0.0,
-) -> World:
-    """Make a swarm in the regions of a table, with the table's round trips between them."""
-    return populate(
-        table.regions,
-        table.rtt_ms_RR,
-        num_nodes,
-        num_blocks,
-        rng,
-        num_clients=num_clients,
-        residential_share=residential_share,
-        block=block,
-        taken_at=taken_at,
-    )
-
-
-def world_from_round_trips(
-    rtt_ms_NN: Floats,
-    num_blocks: int,
-    rng: np.random.Generator,
-    *,
-    num_clients: int = 4,
-    block: Block = LLAMA_70B,
-    taken_at: float = 0.0,
-) -> World:
-    """Make a swarm with a measured matrix of round trips; its nodes are residential, unlocated.
-
-    `rtt_ms_NN` must be symmetric and complete (`measured.symmetric` and `estimate.fill`). Clients
-    stand one access link behind random nodes.
-    """
-    nowhere = (Region("nowhere", 0.0, 0.0),)
-    world = populate(
-        nowhere,
-        np.zeros((1, 1)),
-        len(rtt_ms_NN),
-        num_blocks,
-        rng,
-        num_clients=num_clients,
-        residential_share=1.0,
-        block=block,
-        taken_at=taken_at,
-    )
-    links = replace(world.links, rtt_ms_NN=rtt_ms_NN)
-    nodes = tuple(replace(node, location=None) for node in world.snapshot.nodes)
-    near_C = rng.integers(len(rtt_ms_NN), size=num_clients)
-    access_ms_C = draw_access(np.ones(num_clients, dtype=bool), rng).rtt_ms_A
-    return replace(
-        world,
-        snapshot=replace(world.snapshot, nodes=nodes, links=links),
-        client_rtt_ms_CN=rtt_ms_NN[near_C] + access_ms_C[:, None],
-    )
 
 
 def populate(

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from importlib import resources
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError
 from nesa_node.topology.geography import Region
-
-Floats = NDArray[np.float64]
 
 TABLE_NAMES = ("gcp",)
 

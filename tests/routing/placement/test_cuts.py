@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.routing.placement.pipeline import even_cuts, quickest_cuts
-from nesa_node.routing.problem import Floats, Ints
 
 Cost = Callable[[Floats], float]
 

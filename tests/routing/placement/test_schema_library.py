@@ -27,9 +27,9 @@ from nesa_node.routing.placement.schemas import (
     placement_features,
     schema_costs,
 )
-from tests.topology.simulation.churn import simulate_churn
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import Snapshot
+from tests.topology.simulation.churn import simulate_churn
 
 
 def history(count: int) -> list[Snapshot]:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
+from nesa_node.core.arrays import Floats
 from nesa_node.routing.placement.placement_problem import Assignment
 from nesa_node.routing.placement.score import flow_bound, solve_max_flow
-from nesa_node.routing.problem import Floats
 
 
 def _by_linear_program(layout: Assignment, rate_N: Floats, blocks: int) -> float:

@@ -17,9 +17,9 @@ from nesa_node.routing.tuning.scenarios import (
     time_ratios,
 )
 from nesa_node.routing.tuning.tuner import MIN_SNAPSHOTS, parse_published, published_values, retune
-from tests.topology.simulation.churn import simulate_churn
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import Snapshot
+from tests.topology.simulation.churn import simulate_churn
 
 BAD = GreedyParameters(alpha=3.0, reliability_weight=3.0)
 """Within bounds, and afraid of every node: its chains are long."""

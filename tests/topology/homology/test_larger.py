@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from scipy.cluster.hierarchy import cophenet, linkage
 from scipy.spatial.distance import squareform
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.topology.shape import gudhi_backend as backend
 from nesa_node.topology.shape.cophenetic import (
-    cophenetic_matrix,
     leaf_heights,
     mean_difference,
     quantile_heights,
 )
 from nesa_node.topology.shape.filtration import Filtration, geographic_filtration, make_filtration
 from nesa_node.topology.shape.loops import longest_loops, loop_diagram
-from nesa_node.topology.shape.merge_tree import merge_tree
+from nesa_node.topology.shape.merge_tree import MergeTree, merge_tree
 from nesa_node.topology.shape.network_shape import choose_landmarks, compute_shape
 
 # ripser computes in float32: a value is rounded by at most 2^-24 of itself, and a lifetime that is
@@ -35,6 +35,24 @@ def round_trips(count: int, seed: int) -> Filtration:
     seconds_NN = np.hypot(*(point_N2[:, None] - point_N2).transpose(2, 0, 1))
     seconds_NN = np.triu(seconds_NN * rng.lognormal(0.0, 0.2, (count, count)), 1)
     return make_filtration(seconds_NN + seconds_NN.T)
+
+
+def cophenetic_matrix(tree: MergeTree) -> Floats:
+    """Heights [N, N] in the nodes' order; inf between unconnected parts."""
+    matrix_NN = np.empty((len(tree), len(tree)))
+    for leaf, node in enumerate(tree.order_N.tolist()):
+        matrix_NN[node, tree.order_N] = leaf_heights(tree, leaf)
+    return matrix_NN
+
+
+def components(tree: MergeTree, scale: float) -> Ints:
+    """Component number of each node at `scale`, [N]; -1 for unborn nodes."""
+    label_N = np.empty(len(tree), dtype=np.int64)
+    label_N[tree.order_N] = np.cumsum(tree.gap_N > scale) - 1
+    born_N = tree.birth_N <= scale
+    label_N[born_N] = np.unique(label_N[born_N], return_inverse=True)[1]
+    label_N[~born_N] = -1
+    return label_N
 
 
 def lasting(points: NDArray[np.float64], least: float) -> NDArray[np.float64]:
@@ -75,7 +93,7 @@ def test_cophenetic_matrix_is_that_of_scipys_single_linkage() -> None:
     filtration = round_trips(200, seed=4)
     expected = squareform(cophenet(linkage(squareform(filtration.weight_NN), "single")))
     tree = merge_tree(filtration)
-    np.testing.assert_array_equal(cophenetic_matrix(tree, np.float64), expected)
+    np.testing.assert_array_equal(cophenetic_matrix(tree), expected)
     np.testing.assert_array_equal(leaf_heights(tree, 7), expected[tree.order_N[7], tree.order_N])
     off_diagonal = ~np.eye(200, dtype=bool)
     medians = [np.median(row[mask]) for row, mask in zip(expected, off_diagonal, strict=True)]
@@ -91,7 +109,7 @@ def test_mean_difference_is_that_of_the_matrices() -> None:
     node_KC = np.stack([rng.permutation(80)[:50] for _ in past])
     node_C = rng.permutation(90)[:50]
     matrices = [
-        cophenetic_matrix(tree, np.float64)[np.ix_(nodes, nodes)]
+        cophenetic_matrix(tree)[np.ix_(nodes, nodes)]
         for tree, nodes in zip([*past, now], [*node_KC, node_C], strict=True)
     ]
     away = np.abs(matrices[-1] - np.median(matrices[:-1], axis=0))
@@ -124,7 +142,7 @@ def test_components_at_a_scale_are_those_of_the_graph() -> None:
         expected = connected_components(csr_array(graph[np.ix_(alive, alive)].astype(np.float64)))[
             1
         ]
-        found = tree.components(scale)
+        found = components(tree, scale)
         assert (found[~alive] == -1).all()
         pairs = set(zip(found[alive].tolist(), expected.tolist(), strict=True))
         assert len(pairs) == len(set(expected.tolist())) == found.max() + 1

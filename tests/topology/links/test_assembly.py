@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from nesa_node.core.arrays import Floats
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.links.assembly import (
     CONFIDENCE_HALF_LIFE_S,
@@ -11,7 +12,6 @@ from nesa_node.topology.links.assembly import (
     links_from_measurements,
     symmetrize_measurements,
 )
-from nesa_node.topology.links.matrix import Floats
 
 PEERS = tuple(PeerId(name) for name in "abcd")
 ANY = arrays(np.float64, (4, 4), elements=st.floats(allow_nan=True, allow_infinity=True, width=64))

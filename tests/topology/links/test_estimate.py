@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 
+from benchmarks.low_rank import complete_low_rank, fit_biases
+from nesa_node.core.arrays import Floats
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.geography import drop_implausible, locations_array, min_rtt_ms
 from nesa_node.topology.links.estimate import (
@@ -11,8 +13,7 @@ from nesa_node.topology.links.estimate import (
     places_predict_better,
 )
 from nesa_node.topology.links.expected_rtt import fit_heights
-from benchmarks.low_rank import complete_low_rank, fit_biases
-from nesa_node.topology.links.matrix import Floats, Links
+from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.simulation.world import World, make_world, region_coordinates
 from nesa_node.topology.tables import load_table
 

@@ -1,7 +1,7 @@
 """Churn of a synthetic swarm: nodes leave and join, loads drift, pings vary.
 
-Made for planners: the nodes have spans and speeds. (`benchmarks/traces.py` makes round trips alone, for change
-detection.)
+Made for planners: the nodes have spans and speeds. (`benchmarks/traces.py` makes round trips alone,
+for change detection.)
 
 Legend: N nodes, M nodes that stay, C clients.
 """

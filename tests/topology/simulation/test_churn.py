@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
+from benchmarks.routing_worlds import world_from_round_trips
 from nesa_node.core.ids import PeerId
+from nesa_node.topology.simulation.world import World, make_world
 from tests.topology.simulation.churn import apply_churn, simulate_churn, with_jitter
-from nesa_node.topology.simulation.world import World, make_world, world_from_round_trips
 
 WORLD = make_world(60, 20, np.random.default_rng(0))
 
