@@ -13,10 +13,11 @@ from functools import cached_property
 from pathlib import Path
 
 PERSONS = re.compile(
-    r"\b(who|whom|whose|whoever|nobody|no one|somebody|someone|everybody|everyone|anybody|anyone"
+    r"\b(who|whom|whoever|nobody|no one|somebody|someone|everybody|everyone|anybody|anyone"
     r"|others)\b",
     re.IGNORECASE,
 )
+"""Without "whose", which is the possessive of things too."""
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _CODE = re.compile(r"`[^`\n]*`")
 
@@ -63,6 +64,12 @@ class Module:
                 found.update(f"{node.module}.{alias.name}" for alias in node.names)
         return found
 
+    def strings(self) -> set[str]:
+        """Its string constants."""
+        nodes = ast.walk(self.tree)
+        values = (node.value for node in nodes if isinstance(node, ast.Constant))
+        return {value for value in values if isinstance(value, str)}
+
     def prose(self) -> Iterator[tuple[int, str]]:
         """Line number and text of each line of its docstrings and comments, without code spans."""
         for first, text in (*self._docstrings(), *self._comments()):
@@ -71,10 +78,9 @@ class Module:
 
     def _docstrings(self) -> Iterator[tuple[int, str]]:
         for node in ast.walk(self.tree):
-            if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
-                continue
-            if isinstance(node.value.value, str):
-                yield node.lineno, node.value.value
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield node.lineno, text
 
     def _comments(self) -> Iterator[tuple[int, str]]:
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
@@ -140,6 +146,22 @@ def _strongly_connected(graph: dict[str, set[str]]) -> list[set[str]]:
     return groups
 
 
+def reachable(modules: list[Module], first: set[str]) -> set[str]:
+    """Names of the modules that `first` import, directly or through others, and `first`.
+
+    Names in strings count as imports: some modules are loaded by name, or run as a program.
+    """
+    names = {module.name: module for module in modules}
+    found: set[str] = set()
+    waiting = [name for name in first if name in names]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += names.keys() & (names[name].imports() | names[name].strings())
+    return found
+
+
 def folders_of(modules: list[Module]) -> dict[Path, int]:
     """How many modules lie directly in each folder, `__init__.py` not counted."""
     counts: dict[Path, int] = defaultdict(int)
@@ -167,6 +189,11 @@ def persons(modules: list[Module]) -> tuple[list[str], int]:
             words += len(_WORD.findall(text))
             found += [f"{module.path}:{line}: {match[0]}" for match in PERSONS.finditer(text)]
     return found, words
+
+
+def persons_in(line: str) -> list[str]:
+    """Indefinite persons in a line of prose, code spans left out."""
+    return [match[0] for match in PERSONS.finditer(_CODE.sub("", line))]
 
 
 def settings_declared(root: Path, folder: str, suffixes: tuple[str, ...]) -> dict[str, set[str]]:

@@ -315,7 +315,7 @@ class ChainPlanner:
         try:
             await asyncio.to_thread(write)
         except OSError as error:
-            log.warning("decision_not_kept", reason=str(error))
+            log.warning("decision_not_logged", reason=str(error))
 
     def chain_request(self, view: PlanningView, request: RouteRequest) -> ChainRequest:
         """Routing request for one decoded token of the session."""
