@@ -1,6 +1,6 @@
 """Low-rank completion of a sparse matrix by alternating least squares.
 
-The control for `smoothing` in `python -m benchmarks estimate`: it uses no locations.
+The control for `smooth_corrections` in `python -m benchmarks estimate`: it uses no locations.
 
 Legend: N nodes, K factors.
 """

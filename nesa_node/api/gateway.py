@@ -147,7 +147,7 @@ class Gateway:
         )
 
     async def get_model(self, name: str | None) -> ServedModel:
-        """Open model called `name`; None: the only one. Raises `Problem` and `NesaError`."""
+        """Open model called `name`; None: the only one. Raises `HttpProblem` and `NesaError`."""
         return await self.models.get(self._require_name(name))
 
     def _require_name(self, name: str | None) -> str | None:

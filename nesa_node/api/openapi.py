@@ -232,7 +232,7 @@ def describe(
     *,
     statuses: tuple[int, ...] = tuple(_STATUS_DESCRIPTIONS),
 ) -> dict[str, Any]:
-    """FastAPI arguments that describe a route; `bodies/reading.py` reads its body."""
+    """FastAPI arguments that describe a route; `schemas/request_body.py` reads its body."""
     ok: dict[str, Any] = {
         "model": answer,
         "description": "The answer.",
@@ -257,7 +257,9 @@ def describe(
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Have `app` describe request bodies by their `Body` classes, which FastAPI does not parse."""
+    """Have `app` describe request bodies by their `RequestBody` classes, which FastAPI does not
+    parse.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -31,7 +31,7 @@ MAX_SEED = 2**63
 
 
 class SamplingArguments(TypedDict):
-    """Keyword arguments of `cli.text.Sampling`."""
+    """Keyword arguments of `SamplingSettings`."""
 
     temperature: float | None
     top_p: float | None
@@ -64,7 +64,8 @@ class SamplingFlags:
 def load_answer_config(
     flags: AnswerFlags | None, model: str | None, max_new_tokens: int | None
 ) -> "ClientConfig":
-    """Load the config as `configure` does. Raises `ConfigError`, also for --max-new-tokens below 1.
+    """Load the config as `load_command_config` does. Raises `ConfigError`, also for
+    --max-new-tokens below 1.
 
     Warns if only the gateway's setting `max_new_tokens` is given, which these commands ignore.
     """

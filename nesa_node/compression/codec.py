@@ -146,7 +146,7 @@ def concat_bytes(*parts: Tensor) -> memoryview:
 
 
 def read_values(data: memoryview, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-    """`count` values that begin at byte `start`, as a CPU tensor that shares memory with `data`.
+    """`count` values that begin at byte `offset`, as a CPU tensor that shares memory with `data`.
 
     Do not write to it. `data` must be writable, or `frombuffer` warns. Alignment is not needed.
     """

@@ -4,7 +4,7 @@
     blockwise8[:block[:apart]] | int8[:block[:apart]] | int4[:block[:share]]
 
 A name may be followed by `@` and the version of its format. The default is version 1 on the wire
-(`parse`), and this node's version in user input (`expand_codec`).
+(`parse_codec`), and this node's version in user input (`expand_codec`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ FAMILIES: Mapping[str, CodecFamily] = {
 
 
 def expand_codec(text: str) -> str:
-    """The text with all parameters, and with the version if it is not 1. Raises as `parse`."""
+    """The text with all parameters, and a version other than 1. Raises as `parse_codec`."""
     name, colon, parameters = text.partition(":")
     family = FAMILIES.get(name)
     if family is not None and family.version > 1:

@@ -92,7 +92,7 @@ _JSON_TYPE = "application/json"
 
 
 class Dashboard:
-    """Dashboard of one swarm: serve its `routes`, within the context of `watching`.
+    """Dashboard of one swarm: serve its `routes`, within the context of `watch_swarm`.
 
     `activity` is that of this process's sessions. With `playground` the page has a prompt form,
     which posts to `/v1/chat/completions` of the same origin.

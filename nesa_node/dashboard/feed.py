@@ -62,7 +62,7 @@ class StateFeed:
 
     @contextmanager
     def hold_viewer_slot(self) -> Iterator[None]:
-        """Hold a viewer's slot; `Problem` as for `Shares`, and 503 once the feed is closed."""
+        """Hold a viewer's slot; `HttpProblem` as of `FairSlots`, or 503 once the feed is closed."""
         if self.closed:
             raise HttpProblem(
                 503, "this page is being closed; try again later", retry_after_s=_RETRY_S
@@ -71,7 +71,7 @@ class StateFeed:
             yield
 
     async def wait_between_events(self) -> None:
-        """Wait for `LEAST_PAUSE_S`, or until the feed is closed."""
+        """Wait for `MIN_EVENT_INTERVAL_S`, or until the feed is closed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(MIN_EVENT_INTERVAL_S):
                 await self._closing.wait()

@@ -86,7 +86,7 @@ class VersionedSections:
         return changed
 
     def _bump_version(self, within: bool) -> int:
-        """The version of a change; all changes of one `set_entries` or `replace` share one."""
+        """The version of a change; changes of one `set_entries` or `replace_entries` share one."""
         if not within:
             self.version += 1
             self._encoded_since.clear()

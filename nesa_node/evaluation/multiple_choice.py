@@ -99,7 +99,9 @@ def measure_choices(
     tokenizer: PreTrainedTokenizerBase,
     items: Sequence[MultipleChoiceItem],
 ) -> ChoiceResult:
-    """Accuracy on `items`; endings follow their context after a space. Raises as `score` does."""
+    """Accuracy on `items`; endings follow their context after a space. Raises as `score_queries`
+    does.
+    """
     queries = [
         encode_pair(tokenizer, item.context, f" {ending}", max_tokens=model.context_length)
         for item in items

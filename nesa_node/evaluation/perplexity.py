@@ -78,7 +78,7 @@ def window_queries(ids: Sequence[int], *, context: int, stride: int) -> list[Sco
 def measure_perplexity(
     model: DistributedModelForCausalLM, ids: Sequence[int], *, context: int, stride: int
 ) -> Perplexity:
-    """Perplexity of at least `MIN_TOKENS` ids. Raises as `window_queries` and `score` do."""
+    """Perplexity of at least `MIN_TOKENS` ids; raises as `window_queries`, `score_queries` do."""
     scores = score_queries(model, window_queries(ids, context=context, stride=stride))
     return Perplexity.from_nll(-torch.cat([one.log_likelihoods_S for one in scores]))
 
@@ -86,8 +86,8 @@ def measure_perplexity(
 def rolling_queries(ids: Sequence[int], *, prefix_token: int, context: int) -> list[ScoringQuery]:
     """Queries that score each of `ids` once in disjoint windows, as lm-evaluation-harness does.
 
-    The first window begins with the token `first`; each later one with the last token before it.
-    The last window is extended to the left, so that it too feeds `context` tokens.
+    The first window begins with the token `prefix_token`; each later one with the last token before
+    it. The last window is extended to the left, so that it too feeds `context` tokens.
     """
     told = [prefix_token, *ids]
     queries, done = [], 1

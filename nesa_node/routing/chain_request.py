@@ -1,4 +1,4 @@
-"""Requests for a chain, and the `Problem` built from a snapshot and a request."""
+"""Requests for a chain, and the `ChainProblem` built from a snapshot and a request."""
 
 from __future__ import annotations
 

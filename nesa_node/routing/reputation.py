@@ -70,8 +70,9 @@ def reliability(
     """The probability, 0 to 1, that a node stays available for the length of a session.
 
     `uptime_s`: its time in the swarm, in which `failures` exits without notice and `drains` planned
-    ones were observed. `blame`: aggregate of reports (`blames`). `stability`: topological stability
-    (homology), 0 to 1; its square root is used, since uptime reflects a part of it already.
+    ones were observed. `blame`: aggregate of reports (`aggregate_blame`). `stability`: topological
+    stability (homology), 0 to 1; its square root is used, since uptime reflects a part of it
+    already.
     """
     events = PRIOR_FAILURES + max(failures, 0.0) + DRAIN_WEIGHT * max(drains, 0.0)
     per_s = events / (PRIOR_S + max(uptime_s, 0.0))
@@ -259,7 +260,7 @@ class SpeedClaims:
         """Cap the speed of `node`, which peers report as overstated, as if measured here.
 
         The cap is the claim divided by `REPORTABLE_RATIO`. `doubt`: weight of the reports, as
-        `reputation.corroborated` counts it; below `MIN_CORROBORATION` nothing changes.
+        `corroborated_weight` counts it; below `MIN_CORROBORATION` nothing changes.
         """
         speed = node.decode_tokens_per_s
         if (

@@ -196,7 +196,7 @@ def make_session_strategy(name: str, rng: np.random.Generator) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The strategy's choice without the peer `without`; None and inf if there is no chain."""
+    """The strategy's choice without the peer `excluded_peer`; None and inf if there is no chain."""
 
     excluded_peer: PeerId
     chain: Chain | None

@@ -27,7 +27,7 @@ def is_covered_without(snapshot: Snapshot, peer_id: PeerId, span: Span) -> bool:
 
 
 def plan_repairs(snapshot: Snapshot, blocks: Collection[int]) -> Mapping[PeerId, Span]:
-    """The moves after which the blocks `wanted`, which have no holder, are held again.
+    """The moves after which `blocks`, which have no holder, are held again.
 
     Only movable nodes move, and only if all their blocks keep a serving holder after the moves
     before. The node that leaves the most replicas behind moves first, then the lower peer id. Each

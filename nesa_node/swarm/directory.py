@@ -173,7 +173,7 @@ class Directory:
         await self._remember(found, is_complete=False)
 
     async def try_fetch_one(self, model_id: ModelId) -> bool:
-        """`glance` at `_FETCH_ONE_MEMBERS` members; False if none answers within
+        """`fetch_one` at `_FETCH_ONE_MEMBERS` members; False if none answers within
         `_FETCH_ONE_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(_FETCH_ONE_TIMEOUT_S):

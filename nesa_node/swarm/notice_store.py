@@ -163,7 +163,7 @@ class NoticeStore:
     def _evict(self, notices: dict[PeerId, Notice], limit: int) -> None:
         """Evict expired notices, then those of the signers known for the shortest time.
 
-        Pinned signers (`spare`) are kept.
+        Pinned signers are kept.
         """
         now, known_s = self._clock(), self.peer_ages.known_s
         for peer in [peer for peer, notice in notices.items() if notice.expires_at <= now]:

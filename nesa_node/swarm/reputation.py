@@ -83,7 +83,7 @@ class ExitHistories:
 
 
 class ReputationView:
-    """Blame, doubts and reliability of peers; reports signed by `own`, this node, are left out."""
+    """Blame, doubts and reliability of peers; reports signed by this node are left out."""
 
     def __init__(
         self, notices: NoticeStore, own_peer_id: PeerId, *, clock: Callable[[], float]
@@ -114,7 +114,8 @@ class ReputationView:
     ) -> Mapping[PeerId, float]:
         """Peers reported as slower than they announce, weighted by their reporters' standing.
 
-        `corroborated` combines the weights of several reporters, which must be long known here.
+        `corroborated_weight` combines the weights of several reporters, which must be long known
+        here.
         """
         known = {PeerId(record.peer_id): record for record in records}
         words: defaultdict[PeerId, list[float]] = defaultdict(list)

@@ -35,10 +35,10 @@ async def probe_rtts(
     refresh_s: float = PING_REFRESH_S,
     fetch_interval_s: float = FETCH_INTERVAL_S,
 ) -> None:
-    """Ping the nodes of a model in turn until cancelled, and record round trips in `distances`.
+    """Ping the nodes of a model in turn until cancelled, and record round trips in `swarm.rtts`.
 
     Records are fetched at the start, since those read before the model was loaded may have expired,
-    then after `look_every_s`, and then after pauses that triple up to `MAX_FETCH_INTERVAL_S`. A
+    then after `fetch_interval_s`, and then after pauses that triple up to `MAX_FETCH_INTERVAL_S`. A
     node that has been seen is pinged until it does not answer, even when its record has expired
     here.
     """

@@ -141,7 +141,7 @@ class AccessMiddleware:
     ) -> tuple[Receive, Mapping[str, str]]:
         """Authenticate and admit a request; returns its body's receiver and response headers.
 
-        Raises `Problem` if the request is refused.
+        Raises `HttpProblem` if the request is refused.
         """
         if self._is_public(scope):
             return await stack.enter_async_context(
@@ -171,7 +171,7 @@ class AccessMiddleware:
 
 
 def _assign_connection(scope: Scope, caller: Caller) -> None:
-    """Count the connection as one of the caller's key; `Problem` 429 if the key has too many."""
+    """Count the connection as one of the caller's key; `HttpProblem` 429 for too many."""
     connection = scope.get("state", {}).get("connection")
     if connection is None or caller.id == ANONYMOUS_ID or connection.know(caller.id):
         return

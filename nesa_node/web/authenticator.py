@@ -176,7 +176,7 @@ class Authenticator:
             )
 
     def authenticate(self, scope: Scope, address: HttpAddress) -> Caller:
-        """Authenticate a request. Raises `Problem` 401 without a valid key, 403, 429 or 503."""
+        """Authenticate a request. Raises `HttpProblem` 401 without a valid key, 403, 429 or 503."""
         if self.is_open:
             return Caller(ANONYMOUS_ID, ANONYMOUS_ID, self._default_limits)
         key = key_in_headers(Headers(scope=scope))
@@ -207,7 +207,7 @@ class Authenticator:
             return True
 
     def authenticate_key(self, key: str, client: str) -> Caller:
-        """Authenticate `key` from the address `client`. Raises `Problem` 401, 429 or 503.
+        """Authenticate `key` from the address `client`. Raises `HttpProblem` 401, 429 or 503.
 
         An address with too many wrong keys has to wait. Holders of an unguessable key do not: they
         may share the address with an attacker, behind one proxy.

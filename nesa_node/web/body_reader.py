@@ -17,14 +17,15 @@ READ_TIMEOUT_S = 60.0
 MAX_HELD_BODIES = 16
 """Maximum size of all held bodies, in bodies of the maximum size."""
 CALLER_SHARE_DIVISOR = 4
-"""A caller may hold 1 / SHARE of all bytes, and more while half of them are free."""
+"""A caller may hold 1 / `CALLER_SHARE_DIVISOR` of all bytes, and more while half of them are free.
+"""
 _OVERLOAD_RETRY_S = 2.0
 
 
 class BodyReader:
     """Reads bodies of at most `max_bytes`, each within `read_timeout_s` seconds (`READ_TIMEOUT_S`).
 
-    All held bodies have at most `max_held_bodies` (`AT_ONCE`) times `max_bytes`; those of one
+    All held bodies have at most `max_held_bodies` times `max_bytes`; those of one
     caller a quarter of that, or more while all bodies together stay below half.
     """
 
@@ -53,8 +54,8 @@ class BodyReader:
     ) -> AsyncIterator[Receive]:
         """Read the body; yields a receiver that gives it as one message, then later messages.
 
-        Raises `Problem` 413, 408, 429 or 503, and `ClientDisconnect`. The body counts as held until
-        the context ends. Without a `caller` only the limit of all bodies applies.
+        Raises `HttpProblem` 413, 408, 429 or 503, and `ClientDisconnect`. The body counts as held
+        until the context ends. Without a `caller` only the limit of all bodies applies.
         """
         headers = Headers(scope=scope)
         length = headers.get("content-length")

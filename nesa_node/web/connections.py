@@ -128,9 +128,9 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     Headers of a request may take `HEADERS_TIMEOUT_S`, or `KEYLESS_HEADERS_TIMEOUT_S` before the
     connection has shown a key; otherwise slow clients could hold all connections (Slowloris). A
-    response of which the client reads nothing for `STALLED_S` while the write buffer is full is
-    aborted, which frees the work behind it. `scope["state"]["connection"]` is this object, so that
-    the application can report a shown key (`know`).
+    response of which the client reads nothing for `STALLED_WRITE_TIMEOUT_S` while the write buffer
+    is full is aborted, which frees the work behind it. `scope["state"]["connection"]` is this
+    object, so that the application can report a shown key (`know`).
     """
 
     _headers_timer: asyncio.TimerHandle | None = None

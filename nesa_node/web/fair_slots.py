@@ -36,7 +36,7 @@ class FairSlots:
     def acquire(self, caller: str, count: int = 1) -> None:
         """Take `count` slots until `release`.
 
-        Raises `Problem` 429 if `caller` has its share, 503 if too few slots are free.
+        Raises `HttpProblem` 429 if `caller` has its share, 503 if too few slots are free.
         """
         with self._lock:
             mine, all_of_them = self._held_of[caller] + count, self._held_of.total() + count

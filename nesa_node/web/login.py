@@ -136,7 +136,7 @@ def _is_json(request: Request) -> bool:
 
 
 def _parse_key(body: bytes, *, form: bool) -> str:
-    """The field `key` of a form or JSON body. Raises `Problem` 400 without one."""
+    """The field `key` of a form or JSON body. Raises `HttpProblem` 400 without one."""
     try:
         text = body.decode()
         fields = parse_qs(text, max_num_fields=8) if form else json.loads(text)

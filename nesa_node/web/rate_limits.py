@@ -87,7 +87,7 @@ class RateLimiter:
     def admit_request(self, caller: str, limits: KeyLimits) -> Iterator[Allowance]:
         """Admit one request of `caller`, which runs until the context ends.
 
-        Raises `Problem` 429 beyond a limit; a refused request costs nothing.
+        Raises `HttpProblem` 429 beyond a limit; a refused request costs nothing.
         """
         now = self._clock()
         account = self._refilled_usage(caller, limits, now)

@@ -58,10 +58,10 @@ async def serve_app(
     """Serve `app` until the context ends; yields the address, with the actual port for port 0.
 
     Beyond `max_connections` a waiting connection is dropped (`ConnectionTable`), or the request is
-    refused with 503. `app` is wrapped in a `Guard` with `origins` and `allow_any_host`. Forwarded
-    client addresses and schemes are accepted from `trusted_proxies` (IP addresses or networks).
-    Raises `AddressInUseError`, which names `flag`, if the address cannot be bound. Connections are
-    closed on exit.
+    refused with 503. `app` is wrapped in an `OriginPolicy` with `origins` and `allow_any_host`.
+    Forwarded client addresses and schemes are accepted from `trusted_proxies` (IP addresses or
+    networks). Raises `AddressInUseError`, which names `flag`, if the address cannot be bound.
+    Connections are closed on exit.
     """
     _raise_file_limit(max_connections + _RESERVED_FILES)
     listening = _open_socket(address, flag)
@@ -221,7 +221,7 @@ async def serve_authenticated(
         public=public,
     )
     if config.cors_origins:
-        # Outside `Access`: a browser sends preflight requests without the key.
+        # Outside `AccessMiddleware`: a browser sends preflight requests without the key.
         gated = CORSMiddleware(
             gated,
             allow_origins=config.cors_origins,

@@ -231,7 +231,7 @@ async def _prepare(
 
 
 def _callable_tools(body: ChatCompletionRequest) -> list[Tool]:
-    """Tools that the model may call. Raises `Problem` for a `tool_choice` without tools."""
+    """Tools that the model may call. Raises `HttpProblem` for a `tool_choice` without tools."""
     tools = body.tools or []
     if not tools and body.tool_choice not in (None, "none", "auto"):
         raise HttpProblem(400, "tool_choice needs tools", code="invalid_value", param="tool_choice")

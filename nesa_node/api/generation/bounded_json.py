@@ -7,7 +7,8 @@ from typing import Any
 
 
 def dump_bounded_json(value: Any, max_chars: int, *, compact: bool = False) -> str | None:
-    """JSON of `value`, ASCII with spaces unless `compact`; None for more than `most` characters.
+    """JSON of `value`, ASCII with spaces unless `compact`; None for more than `max_chars`
+    characters.
 
     `json.dumps` alone would hold the GIL until all of a large value is written. Raises `TypeError`,
     `ValueError` or `RecursionError` for values that JSON cannot represent.
@@ -21,7 +22,7 @@ def dump_bounded_json(value: Any, max_chars: int, *, compact: bool = False) -> s
 
 
 def exceeds_json_chars(value: Any, max_chars: int) -> bool:
-    """Whether JSON of `value` has more than `most` characters, without spaces and escapes.
+    """Whether JSON of `value` has more than `max_chars` characters, without spaces and escapes.
 
     A loop, since `iterencode` passes each part through all levels of nesting.
     """

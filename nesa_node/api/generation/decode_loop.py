@@ -72,7 +72,7 @@ def _eos_ids(tokenizer: Any, config: GenerationConfig) -> Iterable[int]:
 
 
 class ChoiceDecoder:
-    """Samples the tokens of one choice and turns them into deltas, until it is `done`."""
+    """Samples the tokens of one choice and turns them into deltas, until it `is_done`."""
 
     def __init__(
         self,
@@ -100,7 +100,9 @@ class ChoiceDecoder:
         return self._matcher is None and self._sampler.is_argmax
 
     def choose(self, logits_V: Tensor) -> int:
-        """Sample the next token from float32 logits, which are not modified; `take` must follow."""
+        """Sample the next token from float32 logits, which are not modified; `append_token` must
+        follow.
+        """
         allowed_V = None
         if self._matcher is not None:
             allowed_V = self._matcher.allowed_mask(len(logits_V), logits_V.device)
@@ -167,7 +169,7 @@ class Generation:
         """Generate all choices, passing events to `emit` as they come. Blocks.
 
         Raises `ContextLengthError` and the errors of sessions, `ValueError` for a grammar that
-        cannot be followed, `Problem` if too many grammars are in use, and
+        cannot be followed, `HttpProblem` if too many grammars are in use, and
         `concurrent.futures.CancelledError` once interrupted.
         """
         self._check_length()

@@ -109,7 +109,7 @@ def decode_unlocked_if_long(tokenizer: Any, token_ids: list[int], num_chars: int
     """`tokenizer.decode`, without holding the GIL for texts of more than `MAX_LOCKED_DECODE_CHARS`
     characters.
 
-    `size` is the text's length, about. Special tokens are decoded, too.
+    `num_chars` is the text's length, about. Special tokens are decoded, too.
     """
     text: str
     if num_chars <= MAX_LOCKED_DECODE_CHARS:

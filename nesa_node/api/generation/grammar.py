@@ -88,8 +88,8 @@ class GrammarCompiler:
     def open_matchers(self, grammar: str, count: int) -> Iterator[list[GrammarMatcher]]:
         """Matchers of a checked grammar for `count` answers, within the limit `MAX_MATCHERS`.
 
-        Raises `ValueError` as `follow` does or for more answers than the limit, and `Problem` as
-        `Shares` does.
+        Raises `ValueError` as `follow` does or for more answers than the limit, and `HttpProblem`
+        as `FairSlots` does.
         """
         if count > _matcher_shares.num_slots:
             raise ValueError(

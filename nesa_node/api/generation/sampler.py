@@ -217,9 +217,10 @@ def tokens_with_logprobs(
     num_candidates: int,
     token_bytes: Callable[[int], bytes],
 ) -> list[SequenceToken]:
-    """`token_ids[t]` with its log probability by float32 `logits_TV[t]`, and the `top` likeliest.
+    """`token_ids[t]` with its log probability by float32 `logits_TV[t]`, and the `num_candidates`
+    likeliest.
 
-    `data` returns a token's bytes. `logits_TV` is not modified.
+    `token_bytes` returns a token's bytes. `logits_TV` is not modified.
     """
     total_T1 = torch.logsumexp(logits_TV, -1, keepdim=True)
     ids_T1 = torch.tensor(token_ids, device=logits_TV.device).unsqueeze(1)

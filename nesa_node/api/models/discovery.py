@@ -81,7 +81,7 @@ class ModelDirectory(Protocol):
 
 
 class DhtModelDirectory:
-    """Reads models from the DHT; requests for one model share a look for `FRESH_S`."""
+    """Reads models from the DHT; requests for one model share a look for `MAX_AGE_S`."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm

@@ -28,7 +28,7 @@ JobEvent = tuple[int, GenerationEvent]
 
 
 class ModelCheck(Protocol):
-    """Check that a model can be computed: raises `Problem` or `NesaError` once it cannot."""
+    """Check that a model can be computed: raises `HttpProblem` or `NesaError` once it cannot."""
 
     def __call__(self, model: ServedModel) -> Coroutine[Any, Any, None]: ...
 
@@ -58,7 +58,7 @@ async def run_jobs(
 
 @asynccontextmanager
 async def _convert_grammar_errors(jobs: Sequence[Job]) -> AsyncIterator[None]:
-    """Convert errors of grammars that fail only during generation to `Problem`."""
+    """Convert errors of grammars that fail only during generation to `HttpProblem`."""
     try:
         yield
     except ValueError as error:
@@ -123,7 +123,7 @@ async def _run_until(begun: asyncio.Event, work: Callable[[], Coroutine[Any, Any
 async def tokenize_prompts(
     model: ServedModel, prompts: Sequence[str | list[int]], param: str
 ) -> list[tuple[int, ...]]:
-    """Tokens of each prompt, at least one. Raises `Problem` as `check_prompt` does.
+    """Tokens of each prompt, at least one. Raises `HttpProblem` as `check_prompt` does.
 
     The total size decides about a thread: many short prompts take as long as one long prompt.
     """
@@ -146,7 +146,8 @@ def _tokenize_prompt(model: ServedModel, prompt: str | list[int], param: str) ->
 
 
 def check_prompt(model: ServedModel, prompt: Sequence[int], param: str) -> tuple[int, ...]:
-    """Prompt with at least one token, all in the model's vocabulary. Raises `Problem` otherwise.
+    """Prompt with at least one token, all in the model's vocabulary. Raises `HttpProblem`
+    otherwise.
 
     Chat templates may return an empty text, and tokenizers tokens that the model lacks.
     """

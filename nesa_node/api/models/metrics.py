@@ -82,7 +82,7 @@ class GatewayMetrics:
         self._models[model].prompt_tokens += prompt_tokens
 
     def samples(self) -> Iterator[MetricSample]:
-        """Samples for Prometheus: a `Source`."""
+        """Samples for Prometheus: a `MetricSource`."""
         for model_id, model in tuple(self._models.items()):
             yield from model.samples(model_id)
         for route, codes in tuple(self._responses.items()):

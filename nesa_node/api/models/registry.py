@@ -47,7 +47,7 @@ download. Raises `NesaError`, which says what to do, if there is none."""
 class ModelEntry:
     """Offered model. `source` is the name or folder to open, `name` its name in the API.
 
-    `announced` are the ids that the swarm announces under that name, in the order of discovery.
+    `announced_ids` are the ids that the swarm announces under that name, in the order of discovery.
     Which of them is the model's own is known once it is open (`model_id`).
     """
 
@@ -108,7 +108,7 @@ class ModelRegistry:
     def find_entry(self, name: str | None) -> ModelEntry:
         """Model by name, source or id, or by the last part of its name if that is unambiguous.
 
-        None: the first given model, or the only discovered one. Raises `Problem`.
+        None: the first given model, or the only discovered one. Raises `HttpProblem`.
         """
         found = self._match_name(name)
         if len(found) == 1:
@@ -143,7 +143,7 @@ class ModelRegistry:
         return whole or [card for card in cards if _last_part(card.name) == name]
 
     async def get(self, name: str | None) -> ServedModel:
-        """Model by name, opened if necessary. Raises `Problem` and `NesaError`."""
+        """Model by name, opened if necessary. Raises `HttpProblem` and `NesaError`."""
         card = self.find_entry(name)
         card.last_used_s = time.monotonic()
         return await self._ensure_open(card)
@@ -243,7 +243,7 @@ class ModelRegistry:
         return found[0].holes if found else None
 
     async def poll_swarm(self) -> None:
-        """Poll the swarm every `look_every_s`, discover models if none are given. Never returns."""
+        """Poll the swarm every `POLL_INTERVAL_S`; discover models if none are given."""
         async with asyncio.TaskGroup() as group:
             if self.discovers:
                 group.create_task(self._locate_candidates())

@@ -174,7 +174,7 @@ class ServedModel:
         Entering does not wait. Leaving it, for any reason, interrupts the session at once, and does
         not wait either. The iterator raises the `NesaError`s of sessions (`ContextLengthError`,
         `MissingBlocksError`, `BusyError`, ...), `ValueError` for a grammar that cannot be followed,
-        and `Problem` if too many grammars are in use. Entering raises `Problem` if too many
+        and `HttpProblem` if too many grammars are in use. Entering raises `HttpProblem` if too many
         requests wait.
         """
         return self._generate(job)
@@ -182,7 +182,7 @@ class ServedModel:
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Embedding of each prompt: [D], float32, of length 1. Cancelling it ends its session.
 
-        Raises as `embedding.embed` does, and `Problem` if too many requests wait.
+        Raises as `embedding.embed` does, and `HttpProblem` if too many requests wait.
         """
         interrupt = Interrupt()
 
@@ -202,7 +202,7 @@ class ServedModel:
         return vectors
 
     def samples(self) -> Iterator[MetricSample]:
-        """Samples of its sessions for Prometheus: a `Source`."""
+        """Samples of its sessions for Prometheus: a `MetricSource`."""
         yield from session_samples(self.model_id, SessionMetrics())
         yield from self._model.samples()
 
@@ -259,7 +259,7 @@ class ServedModel:
             generation.run()
 
     def _submit(self, work: Callable[[], T], interrupt: Interrupt) -> Future[T]:
-        """Queue `work` for a thread. Raises `Problem` as `Shares` does, `SwarmError` if closed."""
+        """Queue `work` for a thread. Raises as `FairSlots` does, and `SwarmError` if closed."""
         self._require_open()
         caller = current_caller()
         self._shares.acquire(caller)

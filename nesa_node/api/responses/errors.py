@@ -66,7 +66,7 @@ def is_reportable(error: BaseException) -> bool:
 
 
 def to_problem(error: BaseException) -> HttpProblem:
-    """`Problem` for the client. Unexpected errors are logged, and their text is not sent."""
+    """`HttpProblem` for the client. Unexpected errors are logged, and their text is not sent."""
     problem = _convert_error(error)
     _error_codes.get([]).append(problem.code or str(problem.status))
     return problem

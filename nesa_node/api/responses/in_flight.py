@@ -28,7 +28,7 @@ def reserve_memory(size: int) -> None:
     """Reserve `size` bytes until the response has been sent or its client has disconnected.
 
     A response that its client reads slowly outlives the request on the nodes. Call it within
-    `ResponseMemory`. Raises `Problem` as `Shares` does.
+    `ResponseMemory`. Raises `HttpProblem` as `FairSlots` does.
     """
     _reserved.get().enter_context(_memory_shares.hold(current_caller(), -(-size // 1024)))
 
@@ -64,7 +64,7 @@ class GracefulShutdown:
 
     @contextmanager
     def track_response(self) -> Iterator[None]:
-        """Context of one response. Raises `Problem` once the shutdown has begun."""
+        """Context of one response. Raises `HttpProblem` once the shutdown has begun."""
         if self._is_closing:
             raise _shutdown_problem()
         self._running += 1
@@ -77,7 +77,7 @@ class GracefulShutdown:
                 self._idle.set()
 
     async def wait_for_end(self) -> None:
-        """Wait for the end of the grace period, then raise `Problem`."""
+        """Wait for the end of the grace period, then raise `HttpProblem`."""
         await self._grace_over.wait()
         raise _shutdown_problem()
 

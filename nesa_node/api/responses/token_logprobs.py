@@ -27,7 +27,7 @@ _encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 def reserve_logprobs(jobs: Sequence[Job], *, param: str) -> None:
     """Reserve memory for the log probabilities of the prompts and answers of `jobs`.
 
-    Raises `Problem` for more than `MAX_LOGPROBS` of them, and as `reserve_memory` does.
+    Raises `HttpProblem` for more than `MAX_LOGPROBS` of them, and as `reserve_memory` does.
     """
     asked = [job for job in jobs if job.top_logprobs is not None]
     count = sum(_count_tokens(job) * (1 + (job.top_logprobs or 0)) for job in asked)

@@ -181,7 +181,7 @@ class ChatCompletionRequest(SamplingRequest):
     function_call: Annotated[Any, AcceptedValues("none", "auto")] = None
 
     def requested_logprobs(self) -> int | None:
-        """Value for `Job.top_logprobs`. Raises `Problem` for `top_logprobs` without `logprobs`."""
+        """Value for `Job.top_logprobs`; `HttpProblem` for `top_logprobs` without `logprobs`."""
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:

@@ -43,10 +43,10 @@ async def chat_prompt(
 ) -> list[int]:
     """Tokens of a conversation, at most about `max_tokens`, that an answer continues.
 
-    `continued`: the answer continues the last message; `special`: add the tokenizer's special
-    tokens; `render`: renders an untrusted template in a child process; None: the template is
-    trusted and rendered here. Raises `Problem`, about the field `param`, for conversations that
-    the template refuses.
+    `continue_final_message`: the answer continues the last message; `add_special_tokens`: add the
+    tokenizer's special tokens; `render`: renders an untrusted template in a child process; None:
+    the template is trusted and rendered here. Raises `HttpProblem`, about the field `param`, for
+    conversations that the template refuses.
     """
     template = find_template(tokenizer, bool(tools), param)
 
@@ -80,7 +80,7 @@ async def chat_prompt(
 
 
 def _dump_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools as dicts for the template. Raises `Problem` if their parameters are too large."""
+    """Tools as dicts for the template. Raises `HttpProblem` if their parameters are too large."""
     if exceeds_json_chars([tool.function.parameters for tool in tools], _MAX_TOOLS_CHARS):
         raise HttpProblem(
             400,
@@ -104,7 +104,7 @@ def _estimate_chars(messages: Sequence[ChatMessage]) -> int:
 
 
 def find_template(tokenizer: Any, with_tools: bool, param: str = "messages") -> str:
-    """Chat template of a tokenizer. Raises `Problem` if there is none, or none with `tools`."""
+    """Chat template of a tokenizer. Raises `HttpProblem` if there is none, or none with `tools`."""
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = (with_tools and template.get("tool_use")) or template.get("default")

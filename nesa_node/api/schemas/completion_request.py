@@ -35,7 +35,7 @@ class CompletionRequest(SamplingRequest):
     store: bool | None = None
 
     def check_fields(self) -> None:
-        """Raise `Problem` for fields that contradict each other or exceed limits."""
+        """Raise `HttpProblem` for fields that contradict each other or exceed limits."""
         n = self.n or 1
         if self.best_of is not None and self.best_of != n:
             raise HttpProblem(

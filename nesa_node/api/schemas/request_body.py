@@ -3,7 +3,7 @@
 Validation is strict: a string is no number, and true is not 1. 5.0 is accepted as an integer,
 since JSON does not distinguish them.
 
-Parsing of request bodies: from JSON to a `Body`, or a `Problem`.
+Parsing of request bodies: from JSON to a `RequestBody`, or a `HttpProblem`.
 
 `web/body_reader.py` limits their size.
 """
@@ -72,7 +72,8 @@ def _clamp_int(value: object) -> object:
 
 
 def limit_entries(max_entries: int) -> BeforeValidator:
-    """Validator that refuses a mapping of more than `most` entries before they are validated.
+    """Validator that refuses a mapping of more than `max_entries` entries before they are
+    validated.
 
     `max_length` alone is checked after all entries, each of which may add an error.
     """
@@ -158,7 +159,7 @@ _LENGTH_ERRORS = ("too_long", "too_short")
 
 
 def body_dependency(kind: type[B]) -> Any:
-    """FastAPI dependency that parses the request's body as a `kind`. Raises `Problem`."""
+    """FastAPI dependency that parses the request's body as a `kind`. Raises `HttpProblem`."""
 
     async def read(request: Request) -> B:
         _require_json_type(request)
@@ -170,7 +171,7 @@ def body_dependency(kind: type[B]) -> Any:
 
 
 def parse_body(kind: type[B], data: bytes) -> B:
-    """Parse JSON as a `kind`. Raises `Problem` that names the wrong field."""
+    """Parse JSON as a `kind`. Raises `HttpProblem` that names the wrong field."""
     if crowd := find_json_excess(data):
         raise HttpProblem(
             400, f"the body has more than {crowd}: send less at once", code="invalid_value"

@@ -61,7 +61,7 @@ def requested_schema(
 async def checked_grammar(
     schema: dict[str, Any] | None, param: str, check: GrammarCheck
 ) -> str | None:
-    """Checked grammar of a JSON schema. Raises `Problem` for a schema that cannot be followed."""
+    """Checked grammar of a JSON schema; `HttpProblem` for a schema that cannot be followed."""
     if schema is None:
         return None
     from nesa_node.api.generation.grammar import json_schema_grammar
@@ -75,7 +75,7 @@ async def checked_grammar(
 
 
 async def check_grammar(grammar: str, param: str, check: GrammarCheck) -> None:
-    """Raise `Problem` if `check` refuses a grammar made of the JSON schemas in field `param`."""
+    """Raise `HttpProblem` if `check` refuses a grammar made of JSON schemas in field `param`."""
     try:
         await check(grammar)
     except ValueError as error:

@@ -187,7 +187,7 @@ class ResponsesRequest(RequestBody):
         )
 
     def requested_logprobs(self) -> int | None:
-        """Value for `Job.top_logprobs`. Raises `Problem` for `top_logprobs` without `include`."""
+        """Value for `Job.top_logprobs`; `HttpProblem` for `top_logprobs` without `include`."""
         if self.include:
             return self.top_logprobs or 0
         if self.top_logprobs:

@@ -97,7 +97,7 @@ class SamplingRequest(RequestBody):
     def sampling(self, vocab_size: int, defaults: SamplingParams) -> SamplingParams:
         """Sampling parameters of the request, with `defaults` for absent fields.
 
-        Raises `Problem` for a bias of tokens that the model does not have.
+        Raises `HttpProblem` for a bias of tokens that the model does not have.
         """
         bias = {int(key): value for key, value in (self.logit_bias or {}).items()}
         if bias and max(bias) >= vocab_size:
@@ -137,10 +137,10 @@ def resolve_max_tokens(
     default: int | None,
     param: str,
 ) -> int:
-    """Limit on new tokens: `asked`, or else the rest of the context, at most `default`.
+    """Limit on new tokens: `requested`, or else the rest of the context, at most `default`.
 
-    `cap` limits both; the answer then ends with the reason "length". Raises `Problem`, about field
-    `param`, if prompt and answer do not fit into the context.
+    `cap` limits both; the answer then ends with the reason "length". Raises `HttpProblem`, about
+    field `param`, if prompt and answer do not fit into the context.
     """
     left = context_length - prompt_tokens
     if left < (1 if requested is None else requested):
@@ -168,7 +168,7 @@ def default_tokens_per_choice(default: int, num_choices: int) -> int:
 
 
 def merge_aliases(first: int | None, second: int | None, names: Sequence[str]) -> int | None:
-    """Value of a field with two names. Raises `Problem` if they differ."""
+    """Value of a field with two names. Raises `HttpProblem` if they differ."""
     if first is not None and second is not None and first != second:
         raise HttpProblem(
             400,

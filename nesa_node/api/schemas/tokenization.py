@@ -39,9 +39,9 @@ _huge_threads = FairThreadPool(2, max_per_caller=1, name="gateway-huge-text")
 async def encode(
     tokenizer: Any, text: str, *, add_special_tokens: bool, max_tokens: int, param: str
 ) -> list[int]:
-    """Tokens of `text`; `special` adds the tokenizer's special tokens.
+    """Tokens of `text`; `add_special_tokens` adds the tokenizer's special tokens.
 
-    Raises `Problem` as `encode_blocking` does.
+    Raises `HttpProblem` as `encode_blocking` does.
     """
     return await offload_if_large(
         len(text),
@@ -63,7 +63,7 @@ def encode_blocking(
 
     A text is tokenized in pieces first, and refused as soon as it has far more than `most` tokens,
     since a token takes a hundred times the memory of a character. Slightly more than `most` tokens
-    may be returned. Raises `Problem` about `param`, the field of the text.
+    may be returned. Raises `HttpProblem` about `param`, the field of the text.
     """
     if len(text) > MAX_TEXT_CHARS:
         raise HttpProblem(
@@ -79,7 +79,7 @@ def encode_blocking(
 
 
 async def decode_all(tokenizer: Any, prompts: Sequence[Sequence[int]], *, param: str) -> list[str]:
-    """Texts of `prompts`. Raises `Problem` for more than `MAX_TEXT_CHARS` characters together."""
+    """Texts of `prompts`; `HttpProblem` for more than `MAX_TEXT_CHARS` characters together."""
     sizes = await offload_if_large(sum(map(len, prompts)), lambda: _count_chars(tokenizer, prompts))
     if (length := sum(sizes)) > MAX_TEXT_CHARS:
         raise HttpProblem(

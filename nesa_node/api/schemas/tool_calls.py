@@ -117,7 +117,7 @@ def forced_call_grammar(
 ) -> str:
     """llguidance grammar of one call, of the chosen tool or of any; not checked yet.
 
-    Raises `Problem` if the chosen tool does not exist, or if schemas exceed
+    Raises `HttpProblem` if the chosen tool does not exist, or if schemas exceed
     `MAX_TOOL_SCHEMAS_BYTES`.
     """
     if isinstance(choice, ToolChoice):

@@ -81,7 +81,7 @@ async def run_gateway(
 async def serve_gateway(
     config: GatewayConfig, stopping: asyncio.Event, registry: MetricRegistry | None = None
 ) -> None:
-    """Serve until `stopping` is set. Registers its metrics in `told`.
+    """Serve until `stopping` is set. Registers its metrics in `registry`.
 
     Raises `ConfigError`, `SwarmError`, and `ModelError` if a model of the config cannot be opened.
     """

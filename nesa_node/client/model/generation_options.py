@@ -113,8 +113,8 @@ def refuse_generation_options(config: GenerationConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StopCondition:
-    """Stop after `most` tokens, or at one of `stop_ids`, which are banned from the first `least`
-    tokens.
+    """Stop after `max_tokens` tokens, or at one of `stop_ids`, which are banned from the first
+    `min_tokens` tokens.
     """
 
     max_tokens: int
@@ -122,11 +122,11 @@ class StopCondition:
     stop_ids: frozenset[int] = frozenset()
 
     def banned_ids(self, index: int) -> frozenset[int]:
-        """Ids that generated token `number`, counted from 0, must not have."""
+        """Ids that generated token `index`, counted from 0, must not have."""
         return self.stop_ids if index < self.min_tokens else frozenset()
 
     def is_last(self, token: int, index: int) -> bool:
-        """Whether `token`, generated token `number` counted from 0, is the last."""
+        """Whether `token`, generated token `index` counted from 0, is the last."""
         return index + 1 >= self.max_tokens or token in self.stop_ids
 
 

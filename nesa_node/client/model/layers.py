@@ -123,7 +123,7 @@ HiddenStateSelection = bool | int | Sequence[int] | None
 
 
 def selected_indices(selection: HiddenStateSelection, num_blocks: int) -> frozenset[int]:
-    """Indices among `num_blocks + 1` hidden states that `asked` selects; empty if it is false.
+    """Indices among `num_blocks + 1` hidden states that `selection` selects; empty if it is false.
 
     Index 0 is the first block's input, index i the output of block i - 1. Negative indices count
     from the end. Raises `ValueError` for an index out of range.

@@ -145,8 +145,8 @@ class LoopThread:
     """Runs coroutines for synchronous callers in any number of threads.
 
     The thread starts with the first coroutine and ends with `close`, which first leaves all held
-    contexts concurrently, and then the `outer` ones. It is a daemon thread: a program that forgets
-    `close` still ends.
+    contexts concurrently, and then those held with `release_last`. It is a daemon thread: a program
+    that forgets `close` still ends.
     """
 
     def __init__(self, name: str) -> None:
@@ -225,8 +225,8 @@ class LoopThread:
     ) -> HeldContext[T]:
         """Enter `context` and keep it entered. Raises what entering raises.
 
-        If interrupted, the context is left again in the background. `close` leaves `outer` contexts
-        last, since other contexts depend on them.
+        If interrupted, the context is left again in the background. `close` leaves contexts with
+        `release_last` last, since other contexts depend on them.
         """
         entering = self._enter(context, release_last)
         value, task = self.run(entering, interrupt=interrupt, undo=self._release_unclaimed)

@@ -204,7 +204,7 @@ class ChainRebuilder:
         *,
         is_opening: bool = False,
     ) -> None:
-        """Rebuild until it succeeds, through errors of the types `retryable`, as long as `patience`
+        """Rebuild until it succeeds, through errors of the types `retryable`, as long as `policy`
         allows.
 
         With `is_opening`, missing blocks are waited for only where a node is joining with them.

@@ -1,7 +1,7 @@
 """Rules for when a silent hop counts as lost, and when a link between hops counts as stalled.
 
-Pure: the session's `Flow` sends probes and reports events. Timeouts adapt to usual answer times;
-`docs/decisions/019` gives the reasons.
+Pure: the session's `FailureDetector` sends probes and reports events. Timeouts adapt to usual
+answer times; `docs/decisions/019` gives the reasons.
 
 An output is late → its hops are probed → an answer is late as well → replacements are looked for →
 one answers and the hop does not → the hop is lost.
@@ -168,7 +168,7 @@ class Suspicion:
         return hop is None or (hop.state is HopState.TRUSTED and self.now >= hop.since)
 
     def record_probe(self, name: Hashable, received_bytes: int) -> None:
-        """Note that a probe is sent to the hop, from which `heard` bytes have come so far."""
+        """Note that a probe is sent to the hop, from which `received_bytes` have come so far."""
         hop = self._hops.setdefault(name, _HopStatus())
         hop.transition_to(HopState.PROBED)
         hop.since, hop.received_bytes = self.now, received_bytes
@@ -181,7 +181,7 @@ class Suspicion:
         replaceable: bool,
         probe_transit_s: float = 0.0,
     ) -> HopState:
-        """Update the hop's state, `heard` bytes having come from it so far; return the state.
+        """Update the hop's state, `received_bytes` having come from it so far; return the state.
 
         `replaceable`: a node with the same blocks has answered. `probe_transit_s` is the time that
         data ahead of the probe may take.

@@ -43,8 +43,8 @@ class LatencyView:
         """`snapshot` with its links, and the client's round trips to its nodes in ms.
 
         With `may_ping`, candidates for both ends of a chain over `span` are pinged, where there are
-        at least two and the last ping is older than `FRESH_S`, and unmeasured links are estimated.
-        Without it, returns at once with what is known. NaN for unknown round trips.
+        at least two and the last ping is older than `RTT_FRESH_S`, and unmeasured links are
+        estimated. Without it, returns at once with what is known. NaN for unknown round trips.
         """
         if may_ping:
             async with self._refresh_lock:

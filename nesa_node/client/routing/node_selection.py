@@ -79,7 +79,7 @@ class NodeSelector:
     ) -> None:
         """Note a failure of `peer`, which is avoided for a while, by later sessions too.
 
-        With `tell` the failure is reported to the swarm.
+        With `report` the failure is reported to the swarm.
         """
         log.info("peer_failed", peer=peer, reason=reason)
         if report:

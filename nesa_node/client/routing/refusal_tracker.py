@@ -44,7 +44,7 @@ class RefusalTracker:
         self._links.setdefault(peer, WeakSet()).add(link)
 
     def record_refusal(self, peer: PeerId, record_seq: int) -> bool:
-        """Note that `peer` refused although its record with sequence number `record` had room.
+        """Note that `peer` refused although its record with sequence number `record_seq` had room.
 
         Returns whether to report the peer: it has refused after `MIN_REFUSED_RECORDS` of its
         records within `REFUSAL_WINDOW_S` and opened no session since. The count then starts again.

@@ -43,8 +43,8 @@ class SnapshotCache:
         """Running fetches, some continuing after the sessions that started them."""
 
     async def fetch(self, request: RouteRequest, *, after: float = -math.inf) -> Snapshot:
-        """Snapshot at most `FRESH_S` old and fetched after `after`. Raises what `Directory.fetch`
-        raises.
+        """Snapshot at most `SNAPSHOT_FRESH_S` old and fetched after `after`. Raises what
+        `Directory.fetch` raises.
 
         Includes failure reports. Where members of the DHT do not answer, the first member's answer
         and earlier records suffice if they cover the whole model.
@@ -103,7 +103,7 @@ class SnapshotCache:
     async def fetch_from_one_member(self, request: RouteRequest) -> Snapshot:
         """Snapshot of what the first member of the DHT to answer knows, and of earlier records.
 
-        Asks no member within `FRESH_S` of the last time.
+        Asks no member within `SNAPSHOT_FRESH_S` of the last time.
         """
         model_id = request.model_id
         due = self._quick_fetch_at.get(model_id, -math.inf) < self._clock() - SNAPSHOT_FRESH_S

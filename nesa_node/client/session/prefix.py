@@ -38,9 +38,10 @@ ComputeInputs = Callable[[Sequence[RowSlice]], Awaitable[torch.Tensor]]
 
 @dataclass(slots=True, kw_only=True)
 class SessionPrefix:
-    """Prompt of a session: `tokens[row]` without padding; `left` is what rows hold at the end.
+    """Prompt of a session: `tokens[row]` without padding; `final_tokens` is what rows hold at the
+    end.
 
-    If `left` is empty, nodes keep nothing for later sessions.
+    If it is empty, nodes keep nothing for later sessions.
     """
 
     salt: bytes = field(repr=False)
@@ -113,9 +114,9 @@ class PrefixStart:
     ) -> bool:
         """Lower `start` to what all nodes hold; return whether the whole chain must go back.
 
-        `new_held` has the tokens per row that each new node holds. `alone` says that the chain has
-        new nodes only. `lengths` are the session's lengths, None before its first step. After going
-        back, nodes lag behind the session until `mark_caught_up`.
+        `new_held` has the tokens per row that each new node holds. `all_new` says that the chain
+        has new nodes only. `lengths` are the session's lengths, None before its first step. After
+        going back, nodes lag behind the session until `mark_caught_up`.
         """
         start = self.start_lengths
         floor = list(new_held[0]) if all_new and new_held else list(start)

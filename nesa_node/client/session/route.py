@@ -171,7 +171,7 @@ class SessionRoute:
             await self._run_requests(self.links, [link.reorder(message) for link in self.links])
 
     def prepare_successor(self, link: HopLink) -> bool:
-        """See `Successors.prepare`."""
+        """See `SuccessorPool.prepare`."""
         return self.successors.prepare(link, self._open_successor)
 
     def refresh_successors(self) -> None:

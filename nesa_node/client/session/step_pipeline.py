@@ -141,7 +141,7 @@ class StepPipeline:
     ) -> None:
         """Send `steps` through `stages`, with at most `MAX_STEPS_IN_FLIGHT` in flight.
 
-        `take` receives each step with its output [T, D], in order, on arrival. Steps it has
+        `on_output` receives each step with its output [T, D], in order, on arrival. Steps it has
         received are complete even if this raises `PeerUnreachableError` or `RemoteError`.
         """
         # Lazily: each step is compressed just before it is sent, while earlier ones are in flight.
@@ -166,8 +166,8 @@ class StepPipeline:
     async def _forward_outputs(
         self, stages: Sequence[PipelineStage], on_output: Callable[[SentStep, torch.Tensor], None]
     ) -> int:
-        """Pass outputs to the next stage, or of the last stage to `take`; return the number of the
-        latter.
+        """Pass outputs to the next stage, or of the last stage to `on_output`; return the number of
+        the latter.
         """
         through = 0
         for stage in reversed(stages):

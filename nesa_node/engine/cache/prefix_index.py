@@ -80,7 +80,7 @@ class PrefixIndex:
         return pages
 
     def evict_oldest(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        """Evict the `count` oldest pages for which `spare` holds, or all of those; return them."""
+        """Evict the `count` oldest pages that are `evictable`, or all of those; return them."""
         forgotten: list[int] = []
         pages = (entry.page for entry in self._entries.values())
         for page in list(itertools.islice(filter(evictable, pages), count)):

@@ -1,4 +1,4 @@
-"""Compilation of machine-code functions for this processor (`engine/native/`), and their calls."""
+"""Compilation of machine-code functions for this processor (`native/`), and their calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SINGLE_THREADED = (0, 0)
 _compile_lock = threading.Lock()
 
 FunctionSpec = tuple[str | int, ...]
-"""Function of `native/program.py` and its arguments (a dtype's name, sizes)."""
+"""Function of `native/compiler.py` and its arguments (a dtype's name, sizes)."""
 
 
 class _ExecutableMemory:
@@ -181,7 +181,7 @@ def _python_path() -> list[str]:
 
 
 def load_functions(constants: bytes, codes: Sequence[bytes]) -> list[NativeFunction]:
-    """Load code compiled by `native/program.py`. Raises `OSError` if it may not be executed."""
+    """Load code compiled by `native/compiler.py`. Raises `OSError` if it may not be executed."""
     memory = _ExecutableMemory(constants, codes)
     return [NativeFunction(memory, address) for address in memory.addresses]
 

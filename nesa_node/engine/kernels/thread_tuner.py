@@ -35,7 +35,7 @@ MIN_IDLE_CORE_FRACTION = 0.5
 
 
 class ThreadTuner:
-    """Chooses `threads` for the next step from the times given to `note`.
+    """Chooses `threads` for the next step from the times given to `record_step`.
 
     Not thread-safe.
     """

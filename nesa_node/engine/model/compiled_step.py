@@ -36,7 +36,7 @@ SCRATCH_FIELD, NUM_TOKENS_FIELD, SCRATCH_STRIDE_FIELD = 7, 8, 10
 
 
 class DecoderFunctions(NamedTuple):
-    """Machine code for one dtype and head shape (`native/layer.py`)."""
+    """Machine code for one dtype and head shape (`native/decoder_ops.py`)."""
 
     add_rms_norm: NativeFunction
     rope_and_store_kv: NativeFunction

@@ -18,7 +18,7 @@ from nesa_node.engine.kernels.threads import ThreadController
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingModules:
-    """Modules of a model's input side. `Family` says which exist, and their order."""
+    """Modules of a model's input side. `ModelFamily` says which exist, and their order."""
 
     tokens: nn.Module
     projection_in: nn.Module | None

@@ -40,10 +40,10 @@ def latency_bound_s(
 ) -> float:
     """Lower bound in seconds on the latency of any placement; inf if no chain is possible.
 
-    `known_s`: cost of a known chain, which caps the result. The cheapest relaxed walk alternates
-    between the fastest nodes. So each visit is charged, and the sum of charges is subtracted again
-    (Lagrange multipliers of "at most one visit"); `rounds` subgradient steps raise the charges of
-    nodes that a walk visits twice [default: fewer rounds for larger swarms].
+    `upper_bound_s`: cost of a known chain, which caps the result. The cheapest relaxed walk
+    alternates between the fastest nodes. So each visit is charged, and the sum of charges is
+    subtracted again (Lagrange multipliers of "at most one visit"); `rounds` subgradient steps raise
+    the charges of nodes that a walk visits twice [default: fewer rounds for larger swarms].
     """
     problem = instance.problem
     if int(instance.max_blocks_N.sum()) < problem.num_blocks:

@@ -51,7 +51,7 @@ class BlockCoverage:
     def best_start(
         self, max_blocks: int, blocks_per_s: float, replicas: int, first_start: int, last_start: int
     ) -> int:
-        """The best start from `least` to `last_start` for a span of `most` blocks.
+        """The best start from `first_start` to `last_start` for a span of `max_blocks` blocks.
 
         It covers most blocks without a holder, then adds most missing replicas, then most relieves
         slow blocks; ties go to the lowest start. The relief of a block is the decrease of its

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.extras import require_node
 from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem
 from nesa_node.routing.placement.recipes import FillOrder, Recipe, apply_recipe
 from nesa_node.routing.placement.score import Goal, PlacementScore, score_assignment
+from nesa_node.routing.problem import Floats, Ints
 from nesa_node.topology.shape.features import compute_features
 from nesa_node.topology.shape.filtration import make_filtration
 from nesa_node.topology.shape.network_shape import compute_shape
@@ -188,7 +188,7 @@ class SchemaChoice:
 
 
 def placement_features(instance: PlacementProblem, *, with_homology: bool) -> dict[str, float]:
-    """The features of `instance`, those of the homology only with `shape`."""
+    """The features of `instance`, those of the homology only `with_homology`."""
     return plain_features(instance) | (shape_features(instance) if with_homology else {})
 
 
@@ -225,19 +225,15 @@ def schema_cost(instance: PlacementProblem, score: PlacementScore, goal: Goal) -
 def schema_costs(
     instances: Sequence[PlacementProblem], schemas: Sequence[Recipe], goal: Goal
 ) -> Floats:
-    """The cost [W, S] of every schema in every instance.
-
-    With holes it is `_HOLE_COST_FACTOR` times the instance's worst.
-    """
+    """The cost [W, S] of every schema in every room; `_HOLE_COST_FACTOR` times the room's worst
+    with holes."""
     cost_WS = np.array(
         [
             [
-                schema_cost(
-                    instance, score_assignment(instance, apply_recipe(instance, schema)), goal
-                )
+                schema_cost(room, score_assignment(room, apply_recipe(room, schema)), goal)
                 for schema in schemas
             ]
-            for instance in instances
+            for room in instances
         ]
     )
     return replace_infinite_costs(cost_WS)
@@ -306,7 +302,9 @@ def learn_library(
 
 
 def select_schemas(cost_WS: Floats, max_schemas: int) -> tuple[int, ...]:
-    """A greedy set of at most `most` schemas whose best member has the lowest mean cost ratio."""
+    """A greedy set of at most `max_schemas` schemas whose best member has the lowest mean cost
+    ratio.
+    """
     best_W1 = cost_WS.min(axis=1, keepdims=True)
     ratio_WS = cost_WS / best_W1
     chosen: list[int] = []

@@ -69,8 +69,9 @@ def solve_max_flow(assignment: Assignment, rate_N: Floats, num_blocks: int) -> M
 def flow_bound(max_blocks_N: Ints, rate_N: Floats, num_blocks: int) -> float:
     """Upper bound in steps per second for all placements.
 
-    A node does at most `rate_N` blocks per second, and each of its `most_N` blocks no more often
-    than the swarm does. So the bound is the greatest x with sum of min(rate, most * x) >= B * x.
+    A node does at most `rate_N` blocks per second, and each of its `max_blocks_N` blocks no more
+    often than the swarm does. So the bound is the greatest x with sum of min(rate, most * x) >= B *
+    x.
     """
     usable = (max_blocks_N > 0) & (rate_N > 0)
     max_blocks_N, rate_N = max_blocks_N[usable].astype(np.float64), rate_N[usable]

@@ -164,9 +164,9 @@ def solve_bottleneck(
 
     A threshold on the bottleneck limits the blocks that each node may run; a search decides whether
     a chain exists within it. The candidate thresholds (blocks times seconds of some node) are
-    bisected between a relaxation and the bottleneck of the fastest chain. If `effort` (nodes
-    examined per threshold) runs out, the threshold counts as infeasible for the chain but not for
-    the bound, and `gap` is positive. Raises as `exact_latency` does.
+    bisected between a relaxation and the bottleneck of the fastest chain. If `max_nodes_examined`
+    (nodes examined per threshold) runs out, the threshold counts as infeasible for the chain but
+    not for the bound, and `gap` is positive. Raises as `exact_latency` does.
     """
     if problem.num_blocks == 0:
         return BottleneckSolution((), 0.0, 0.0)

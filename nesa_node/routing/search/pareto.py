@@ -74,8 +74,8 @@ def pareto_front(
     """The chains that no found chain dominates, the fastest first.
 
     `other_chains`: further chains to compare, such as those of other strategies. Solves
-    `population` x `generations` exact searches, about 10 s for 1,000 nodes. Raises `ConfigError`
-    without pymoo, `MissingBlocksError` if there is no chain.
+    `population_size` x `generations` exact searches, about 10 s for 1,000 nodes. Raises
+    `ConfigError` without pymoo, `MissingBlocksError` if there is no chain.
     """
     fastest = exact_latency(problem)
     if not fastest:

@@ -86,7 +86,7 @@ _MIN_CLIENT_RTT_MS = 1.0
 
 
 def sample_snapshots(snapshots: Sequence[Snapshot], max_count: int) -> list[Snapshot]:
-    """At most `most` of the usable snapshots, evenly spaced, within the memory of
+    """At most `max_count` of the usable snapshots, evenly spaced, within the memory of
     `MAX_NODE_PAIRS`."""
     useful = [each for each in snapshots if _is_useful(each)]
     largest = max((len(each.nodes) for each in useful), default=1)

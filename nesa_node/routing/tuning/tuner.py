@@ -198,7 +198,7 @@ def parse_published(values: Mapping[str, float], base: GreedyParameters) -> Gree
 
 
 def breed_children(genomes: Floats, num_children: int, rng: np.random.Generator) -> Floats:
-    """`number` children [number, genes] of parents selected by rank.
+    """`num_children` children [num_children, genes] of parents selected by rank.
 
     `genomes` [size, genes] are sorted, the best first.
     """
@@ -265,8 +265,8 @@ def retune(
     Snapshots of one swarm are correlated, so that standard errors are taken over a few periods, not
     over sessions; and hourly tuning makes many comparisons, so that a gain must exceed three.
 
-    `now` (in use) stays unless a candidate gains on held-out snapshots. Tuned parameters (`now` is
-    not `shipped`) are replaced by `shipped` if they no longer gain there.
+    `current` (in use) stays unless a candidate gains on held-out snapshots. Tuned parameters
+    (`current` is not `shipped`) are replaced by `shipped` if they no longer gain there.
     """
     chosen = sample_snapshots(snapshots, MAX_SNAPSHOTS)
     if len(chosen) < MIN_SNAPSHOTS:

@@ -65,7 +65,7 @@ async def run_bootstrap(
 ) -> None:
     """Be a member of the DHT until SIGTERM or SIGINT. Raises `SwarmError` and `ConfigError`.
 
-    `told` collects metric sources, here and below.
+    `metric_sources` collects metric sources, here and below.
     """
     check_ready_file(config.ready_file)
     sources = metric_sources or MetricRegistry()
@@ -118,8 +118,8 @@ async def run_node(
 ) -> None:
     """Serve a span of a model until SIGTERM or SIGINT, then drain, withdraw and return.
 
-    `on_history` is called with the history of an orchestrator in this process. `beside` runs while
-    the node can be reached at the addresses given to it. Raises as `serve_node` does.
+    `on_history` is called with the history of an orchestrator in this process. `side_task` runs
+    while the node can be reached at the addresses given to it. Raises as `serve_node` does.
     """
     with stop_signals() as stopping, suppress(_StoppedError):
         await serve_node(
@@ -140,10 +140,11 @@ async def serve_node(
     metric_sources: MetricRegistry | None = None,
     side_task: SideTask | None = None,
 ) -> None:
-    """Serve a span of a model until `stopping` is set, and other spans as `moves` grants requests.
+    """Serve a span of a model until `stopping` is set, and other spans as `move_limiter` grants
+    requests.
 
-    Without `moves` only this node's own rules request moves. Raises `ConfigError`, `ModelError`,
-    `ResourceError` and `SwarmError`.
+    Without `move_limiter` only this node's own rules request moves. Raises `ConfigError`,
+    `ModelError`, `ResourceError` and `SwarmError`.
     """
     check_ready_file(config.ready_file)
     served = await asyncio.to_thread(open_node_model, config)

@@ -1,7 +1,7 @@
 """Requests that this node should serve another span, and the limit on how many it grants.
 
-`rebalance` and `follow` request moves; `Spans` carries out one after another. At most
-`per_hour` are granted in any hour, `pause_s` apart, and none where the operator has pinned the
+`fill_holes` and `follow_placements` request moves; `SpanRunner` carries out one after another. At
+most `per_hour` are granted in any hour, `pause_s` apart, and none where the operator has pinned the
 blocks.
 
 A node's own rule where no orchestrator plans: fill holes that persist.
@@ -175,7 +175,7 @@ async def fill_holes(
     """Check for holes about every `every_s` seconds, until cancelled.
 
     A block must lack a holder in two consecutive snapshots: a restarting node or a late record is
-    no reason to move. `Moves` and its limits contain the effect of other wrong snapshots.
+    no reason to move. `MoveLimiter` and its limits contain the effect of other wrong snapshots.
     """
     before: frozenset[int] = frozenset()
     while True:

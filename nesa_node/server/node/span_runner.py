@@ -122,7 +122,8 @@ class SpanRunner:
         return asked, found
 
     async def run(self) -> None:
-        """Claim a span and serve it, then further ones as `moves` grants requests, until shutdown.
+        """Claim a span and serve it, then further ones as `move_limiter` grants requests, until
+        shutdown.
 
         Raises `ModelError`, `ResourceError` and `SwarmError`.
         """

@@ -32,7 +32,7 @@ class MoveRequestLike(Protocol):
 
 
 class MoveLimiterLike(Protocol):
-    """The part of `Moves` that is needed here."""
+    """The part of `MoveLimiter` that is needed here."""
 
     def request_move(self, span: Span, reason: str) -> MoveRequestLike: ...
 
@@ -50,7 +50,8 @@ async def follow_placements(
 ) -> None:
     """Check the placements about every `every_s` seconds, until cancelled.
 
-    `glance` gives the cached snapshot without network traffic, `look` fetches one with links.
+    `cached_snapshot` gives the cached snapshot without network traffic, `fetch_snapshot` fetches
+    one with links.
     """
     while True:
         await asyncio.sleep(every_s * rng.uniform(*FOLLOW_JITTER))

@@ -50,7 +50,7 @@ async def orchestrate(
     """Compete for the lease of `model_id` and plan while holding it, until cancelled.
 
     Leases of `distrusted`, which may grow, are ignored. `on_history` is called with the swarm, the
-    model and the history; `told` collects metric sources.
+    model and the history; `metric_sources` collects metric sources.
     """
     own = swarm.identity.peer_id
     swarm.notices.pin_signers(config.allow_orchestrators)

@@ -3,7 +3,8 @@
 A lease on a DHT is no consensus, and a placement's signer may be wrong or lie. A placement is
 accepted only if the operator allows its signer, or if this node finds the gain in its own
 snapshots; in either case only if no block loses its last holder, and within the node's memory.
-`Moves` limits how often the node moves. A signer of impossible promises is distrusted from then on.
+`MoveLimiter` limits how often the node moves. A signer of impossible promises is distrusted from
+then on.
 """
 
 from __future__ import annotations

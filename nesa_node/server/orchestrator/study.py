@@ -43,7 +43,8 @@ class StudyRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class StudyResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`exponents` are those to use from now on; `library` is a document of `library_file`, or None.
+    """`exponents` are those to use from now on; `library` is a document of `encode_library`, or
+    None.
 
     `tuning` and `schemas` give the reasons in words.
     """

@@ -131,7 +131,7 @@ class BatchPolicy(Generic[L]):
     """
 
     def __init__(self, *, microbatches: int | None = None) -> None:
-        """`groups` is a fixed number of microbatches; None chooses the faster by measurement."""
+        """`microbatches` is a fixed number; None chooses the faster number by measurement."""
         self.cost = CostModel()
         """Cost of one block."""
         self._microbatches = MicrobatchTuner(microbatches)
@@ -212,7 +212,7 @@ class BatchPolicy(Generic[L]):
         return [(session, session.queued_tokens)]
 
     def inline_tokens(self, session: L, seconds: float) -> int:
-        """Most tokens, up to `DECODE_TOKENS`, that a decode step runs in `seconds`."""
+        """Most tokens, up to `MAX_DECODE_ROW_TOKENS`, that a decode step runs in `seconds`."""
         return self.cost.max_tokens_within(seconds / len(session.span), MAX_DECODE_ROW_TOKENS)
 
     def record_iteration(self, plan: Sequence[tuple[L, int]], seconds: float) -> None:

@@ -105,9 +105,9 @@ async def serve_session(
 ) -> None:
     """Run the session until its client closes or leaves, it idles, or a drain ends it.
 
-    Returns when the client closed it; the caller answers after everything is released. `refused`
-    counts refused messages by code; `budget` is shared by all sessions. Raises `ProtocolError` for
-    what must be answered with a fatal error.
+    Returns when the client closed it; the caller answers after everything is released.
+    `refused_messages` counts refused messages by code; `budget` is shared by all sessions. Raises
+    `ProtocolError` for what must be answered with a fatal error.
     """
     refused_messages = Counter() if refused_messages is None else refused_messages
     failures: list[ProtocolError] = []

@@ -37,7 +37,9 @@ class ContactState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Contact:
-    """A candidate member: `referrers` have referred to it, and it is asked on behalf of `namer`."""
+    """A candidate member: `referrers` have referred to it, and it is asked on behalf of
+    `asked_for`.
+    """
 
     node_id: DHTID
     peer_id: PeerID

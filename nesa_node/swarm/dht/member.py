@@ -110,7 +110,7 @@ class MemberNode:
         parallel: int = _PARALLEL_CALLS,
         timeout_s: float = _LOOKUP_TIMEOUT_S,
     ) -> list[Contact]:
-        """Find the members nearest to `key` that answer within `limit_s`, the nearest first.
+        """Find the members nearest to `key` that answer within `timeout_s`, the nearest first.
 
         `take` gets each member's records under `key`, and ends the lookup by returning True.
         `parallel` calls are made at once. Calls in flight at the end continue in the background:

@@ -243,7 +243,9 @@ def seal_notice(
 def open_notice(
     kind: type[Notice], data: bytes, membership: Membership = _PUBLIC_NETWORK
 ) -> Notice:
-    """Verify and parse a notice regardless of its age. Raises `RecordError` as `unseal` does."""
+    """Verify and parse a notice regardless of its age. Raises `RecordError` as `open_envelope`
+    does.
+    """
     name = kind.bounds.kind
     peer_id, body = open_envelope(name, data, membership)
     notice = parse_statement(kind, read_fields(name, body, NOTICE_MAJOR))

@@ -57,7 +57,7 @@ class DhtRejoiner:
         return not self._node.protocol.routing_table.uid_to_peer_id
 
     async def run(self) -> None:
-        """Ping lost initial peers every `_INTERVAL_S`, until cancelled."""
+        """Ping lost initial peers every `_REJOIN_INTERVAL_S`, until cancelled."""
         try:
             while True:
                 await asyncio.sleep(_REJOIN_INTERVAL_S)

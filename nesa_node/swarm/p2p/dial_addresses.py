@@ -38,13 +38,13 @@ def is_public_node(
     announced_addresses: Sequence[str],
     interface_hosts: Container[str],
 ) -> bool:
-    """Whether a node with addresses `own` is on the internet, not in a private network.
+    """Whether a node with `own_addresses` is on the internet, not in a private network.
 
     If its operator announces addresses, one of them must be public; a name counts as public unless
-    its domain is local. Else an interface of this machine must have a public address (`held`:
-    addresses of all interfaces). An address mapped by a router does not count, since the node's
-    neighbours are behind that router, too. Nor does public IPv6 beside private IPv4, which private
-    networks have as well.
+    its domain is local. Else an interface of this machine must have a public address
+    (`interface_hosts`: those of all interfaces). An address mapped by a router does not count,
+    since the node's neighbours are behind that router, too. Nor does public IPv6 beside private
+    IPv4, which private networks have as well.
     """
     if announced_addresses:
         return any(map(_is_public, announced_addresses))
@@ -73,8 +73,8 @@ def choose_dial_addresses(
     """Choose at most `MAX_DIALLED_ADDRESSES` of `addresses`.
 
     With `public_only`, for a node on the internet, only public ones. Any other node dials one
-    public address and one private one. A link-local address is chosen only if this node's `own`
-    addresses include one, and a loopback address only if all of them are loopback.
+    public address and one private one. A link-local address is chosen only if
+    `own_addresses` include one, and a loopback address only if all of them are loopback.
     """
     known = [address for address in addresses if _protocol_of(address)]
     public = sorted(filter(_is_public, known), key=lambda address: address.startswith("/ip6/"))

@@ -64,7 +64,9 @@ class ChangeState:
 
 @dataclass(frozen=True, slots=True)
 class ChangeReport:
-    """Result of the detector. `gains`: a better plan has stayed better for long enough to move."""
+    """Result of the detector. `plan_gained`: a better plan has stayed better for long enough to
+    move.
+    """
 
     triggers: tuple[Trigger, ...]
     plan_gained: bool = False

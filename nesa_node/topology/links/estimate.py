@@ -1,10 +1,10 @@
 """Estimates for pairs without a measurement, from the measured pairs.
 
 The prior of a pair is one of two: the time of light along the great circle, stretched, plus both
-access links (`height_fit`); or the distance of network coordinates (`vivaldi`), which start at the
-known locations. Measured pairs nearby correct it (`smoothing`). Pairs with an unknown location use
-coordinates; otherwise a trial on held-out measured pairs decides. Measured pairs stay as they are,
-and no estimate is faster than light.
+access links (`fit_heights`); or the distance of network coordinates (`vivaldi`), which start at the
+known locations. Measured pairs nearby correct it (`smooth_corrections`). Pairs with an unknown
+location use coordinates; otherwise a trial on held-out measured pairs decides. Measured pairs stay
+as they are, and no estimate is faster than light.
 
 `python -m benchmarks estimate` compares this with coordinates alone and with low-rank factors;
 `docs/decisions/010` has the figures.

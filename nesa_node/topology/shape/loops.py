@@ -50,7 +50,7 @@ def longest_loops(
     threshold: float = np.inf,
     diagram: PersistenceDiagram | None = None,
 ) -> tuple[Loop, ...]:
-    """The `most` longest-lived classes with a cycle each; for a few hundred nodes.
+    """The `max_loops` longest-lived classes with a cycle each; for a few hundred nodes.
 
     `diagram` is the result of `loop_diagram`, if known. A cycle is the reduced boundary of the
     triangle that kills the class, which is certain to die with it; a cycle closed by a shortest

@@ -21,10 +21,10 @@ from nesa_node.topology.shape.merge_tree import MergeTree, merge_tree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Landmarks:
-    """Landmark nodes, [K] int64, sorted. Every node is within `radius` of a landmark.
+    """Landmark nodes, [K] int64, sorted. Every node is within `cover_radius` of a landmark.
 
-    In a metric space the bottleneck distance of both diagrams is at most 2 `radius`. Round trips
-    violate the triangle inequality, so for them that is no bound.
+    In a metric space the bottleneck distance of both diagrams is at most 2 `cover_radius`. Round
+    trips violate the triangle inequality, so for them that is no bound.
     """
 
     node_K: Ints
@@ -57,7 +57,7 @@ NUM_LANDMARKS = 200
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NetworkShape:
-    """Shape of a network. `unit` is the median edge; `h1` and `loops` are those of `landmarks`.
+    """Shape of a network. `median_edge` is its unit; `h1` and `loops` are those of `landmarks`.
 
     Nodes in `loops` are indices into the whole filtration. `loop_nodes` is the number of nodes that
     cycles were computed on: fewer than `h1` uses if there are many nodes or triangles.

@@ -47,7 +47,9 @@ Llama 2 70B."""
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One kind of machine. `share` is its relative frequency among residential or other devices."""
+    """One kind of machine. `draw_weight` is its relative frequency among residential or other
+    devices.
+    """
 
     name: str
     memory_bytes: int

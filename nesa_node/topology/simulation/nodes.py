@@ -33,7 +33,9 @@ TARGET_REPLICAS = 2.5
 
 
 def draw_devices(count: int, residential_share: float, rng: np.random.Generator) -> list[Device]:
-    """Draw devices by their `share`; the fraction `residential_share` of them residential ones."""
+    """Draw devices by their `draw_weight`; the fraction `residential_share` of them residential
+    ones.
+    """
     home_N = rng.random(count) < residential_share
     drawn: list[Device] = [DEVICES["a100"]] * count
     for home in (True, False):

@@ -177,7 +177,7 @@ class _FileSwarm(_FilePart):
 class SwarmFile:
     """Content of a swarm file. `client_rtt_ms` is None if the file has no client.
 
-    Nodes without a span get the empty one, and a planner chooses. `places` are those of
+    Nodes without a span get the empty one, and a planner chooses. `sites` are those of
     `snapshot.nodes`, in their order. Speeds and memory are computed for `block`.
     """
 

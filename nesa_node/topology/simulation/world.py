@@ -83,7 +83,7 @@ def draw_rtts_ms(
     access_B: AccessLinks,
     rng: np.random.Generator,
 ) -> Floats:
-    """Draw round trips in ms, [A, B]. Noise differs by direction: see `links.mirror`."""
+    """Draw round trips in ms, [A, B]. Noise differs by direction: see `make_symmetric`."""
     rtt_ms_AB = np.empty((len(region_A), len(region_B)))
     for start in range(0, len(region_A), _ROWS_PER_CHUNK):
         rows = slice(start, start + _ROWS_PER_CHUNK)
@@ -159,7 +159,7 @@ def make_world(
 ) -> World:
     """Make a swarm in some of `geography.CITIES`; deterministic in its arguments.
 
-    At least two nodes hold every block if memory allows it (`world_nodes.fit_devices`). `load` is 0
+    At least two nodes hold every block if memory allows it (`fit_devices`). `load` is 0
     to 0.95; `reliability` is 0.95 in the mean, lower for residential nodes.
     """
     if not 1 <= num_regions <= len(CITIES):

@@ -33,7 +33,7 @@ class RegionTable:
 
 
 def load_table(name: str = "gcp") -> RegionTable:
-    """Load a table of `NAMES`; `ConfigError` for any other name."""
+    """Load a table of `TABLE_NAMES`; `ConfigError` for any other name."""
     if name not in TABLE_NAMES:
         raise ConfigError(f"no table is called {name!r}; there are {', '.join(TABLE_NAMES)}")
     text = resources.files(__name__).joinpath(f"{name}.json").read_text("utf-8")

@@ -65,7 +65,8 @@ def apply_churn(
     residential_share: float = 0.7,
     block: Block = LLAMA_70B,
 ) -> World:
-    """`world` after `seconds`; a fraction `leave` of the nodes has left, the unreliable sooner.
+    """`world` after `seconds`; a fraction `leave_fraction` of the nodes has left, the unreliable
+    sooner.
 
     At least one node stays. The number of nodes that join is Poisson with mean `expected_joins` (as
     many as leave, if None); they get new ids and the spans with the fewest holders. The other nodes

@@ -43,7 +43,7 @@ ALIGNMENT = 64
 
 
 def amx_matmul(dtype: str, token_tiles: int, processor: Processor) -> ir.Module:
-    """Build the product for up to 16 x `wide` (1 or 2) tokens.
+    """Build the product for up to 16 x `token_tiles` (1 or 2) tokens.
 
     I is a multiple of 32, O at least 32. A token's result has the same bits for every T.
     """

@@ -35,7 +35,7 @@ LEVEL_SIZES_FIELD = NUM_OUTPUTS_FIELD + 1
 def int8_matmul(dtype: str, tokens: int, processor: Processor) -> ir.Module:
     """Build y = x W^T + b with int8 weights.
 
-    Fields: those of `product`, W in bytes; size of a level in each row [O] in float32. I must be
+    Fields: those of `matmul`, W in bytes; size of a level in each row [O] in float32. I must be
     whole cache lines. A token's result has the same bits for every T.
     """
     code = FunctionBuilder(f"int8_product_{dtype}_{tokens}", dtype, processor)
