@@ -20,6 +20,9 @@ PERSONS = re.compile(
 """Without "whose", which is the possessive of things too."""
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _CODE = re.compile(r"`[^`\n]*`")
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+MAX_NAME_CHARS = 60
+"""Longer strings are texts, whose words are no names."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,16 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     @property
     def lines(self) -> int:
         return self.text.count("\n")
 
     def classes(self) -> Iterator[str]:
-        return (node.name for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+        return (node.name for node in self.nodes if isinstance(node, ast.ClassDef))
 
     def imports(self) -> set[str]:
         """Dotted names that it imports, also in functions and for types only.
@@ -56,7 +63,7 @@ class Module:
         `from a.b import c` imports `a.b` and `a.b.c`.
         """
         found: set[str] = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -66,18 +73,46 @@ class Module:
 
     def strings(self) -> set[str]:
         """Its string constants."""
-        nodes = ast.walk(self.tree)
-        values = (node.value for node in nodes if isinstance(node, ast.Constant))
+        values = (node.value for node in self.nodes if isinstance(node, ast.Constant))
         return {value for value in values if isinstance(value, str)}
+
+    def identifiers(self) -> set[str]:
+        """All names in it, those of its module, and words of short strings but docstrings."""
+        found = set(self.name.split("."))
+        docstrings = {node.value for node in self.nodes if isinstance(node, ast.Expr)}
+        for node in self.nodes:
+            match node:
+                case ast.Constant() if node in docstrings:
+                    pass
+                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                    found.add(name)
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                    found.add(name)
+                case ast.AsyncFunctionDef(name=name) | ast.keyword(arg=str(name)):
+                    found.add(name)
+                case ast.alias(name=name):
+                    found.update(name.split("."))
+                case ast.Constant(value=str(text)) if len(text) < MAX_NAME_CHARS:
+                    found.update(_IDENTIFIER.findall(text))
+        return found
 
     def prose(self) -> Iterator[tuple[int, str]]:
         """Line number and text of each line of its docstrings and comments, without code spans."""
+        for line, text in self._lines():
+            yield line, _CODE.sub("", text)
+
+    def code_spans(self) -> Iterator[tuple[int, str]]:
+        """Line number and text of each code span in its docstrings and comments."""
+        for line, text in self._lines():
+            yield from ((line, span[1:-1]) for span in _CODE.findall(text))
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
         for first, text in (*self._docstrings(), *self._comments()):
             for offset, line in enumerate(text.split("\n")):
-                yield first + offset, _CODE.sub("", line)
+                yield first + offset, line
 
     def _docstrings(self) -> Iterator[tuple[int, str]]:
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             match node:
                 case ast.Expr(value=ast.Constant(value=str(text))):
                     yield node.lineno, text
@@ -200,7 +235,7 @@ def settings_declared(root: Path, folder: str, suffixes: tuple[str, ...]) -> dic
     """Annotated class fields in `folder` by name, of classes whose name ends in a suffix."""
     found: dict[str, set[str]] = defaultdict(set)
     for module in modules_of(root, folder):
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, ast.ClassDef) or not node.name.endswith(suffixes):
                 continue
             for item in node.body:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import keyword
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -44,6 +46,25 @@ WORDS_OF_EXAMPLES = {
     "test_chain_avoids_banned_node": "an example of a test's name",
 }
 """What the documents write like code although it is not in the code."""
+
+_FILE_NAME = re.compile(r"\.(json|md|toml)$")
+
+FOREIGN_MODULES = {*sys.stdlib_module_names, "bitsandbytes", "gudhi"}
+FOREIGN_NAMES = {
+    "HFLM": "of lm-evaluation-harness",
+    "P2P": "of hivemind",
+    "PrivateKey": "of libp2p's protobuf",
+    "PublicKey": "of libp2p's protobuf",
+    "PYTHONUNBUFFERED": "of Python",
+    "allOf": "of JSON schemas",
+    "iterencode": "of json",
+    "ldtilecfg": "an instruction of x86",
+    "multipleOf": "of JSON schemas",
+    "nesa_": "a prefix of metrics",
+    "otel": "an extra of the package",
+    "patternProperties": "of JSON schemas",
+}
+"""Names in docstrings and comments that our code does not use."""
 
 
 def test_class_name_exists_once() -> None:
@@ -96,6 +117,16 @@ def test_architecture_has_a_line_for_each_folder() -> None:
     rows = re.findall(r"^\| `(nesa_node/[\w/]*)/` \|", text, flags=re.MULTILINE)
     folders = {str(folder) for folder in folders_of(PACKAGE)} - {"nesa_node"}
     assert sorted(rows) == sorted(folders)
+
+
+def test_docstrings_and_comments_name_what_exists() -> None:
+    known = {*keyword.kwlist, *FOREIGN_NAMES}.union(*(module.identifiers() for module in PACKAGE))
+    assert not [
+        f"{module.path}:{line}: {span}"
+        for module in PACKAGE
+        for line, span in module.code_spans()
+        if not _is_known(span, known)
+    ]
 
 
 @pytest.mark.parametrize("document", PROSE)
@@ -151,6 +182,18 @@ def _code_spans(document: str) -> list[str]:
     text = (ROOT / document).read_text("utf-8")
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"`([^`\n]+)`", text)
+
+
+def _is_known(span: str, known: set[str]) -> bool:
+    """Whether code in prose names a module or names that exist, or is another kind of code."""
+    if re.fullmatch(r"[\w/]+\.py", span):
+        return _exists(span)
+    if not re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", span) or _FILE_NAME.search(span):
+        return True
+    first, *rest = span.removesuffix("()").split(".")
+    return (bool(rest) and first in FOREIGN_MODULES) or all(
+        part in known for part in (first, *rest)
+    )
 
 
 def _exists(name: str) -> bool:

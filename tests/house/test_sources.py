@@ -76,3 +76,10 @@ def test_setting_that_a_flag_declares_again_is_found(tmp_path: Path) -> None:
         cli_flags="class NodeFlags:\n    port: int\n    json: bool",
     )
     assert list(settings_twice(tmp_path)) == ["port"]
+
+
+def test_code_spans_and_identifiers_are_told_from_prose(tmp_path: Path) -> None:
+    text = '"""Of `old_name`, told."""\ndef new_name(size=1):\n    return {"key": size.x}  # `y`\n'
+    (module,) = checkout(tmp_path, a=text)
+    assert list(module.code_spans()) == [(1, "old_name"), (3, "y")]
+    assert module.identifiers() == {"nesa_node", "a", "new_name", "size", "key", "x"}

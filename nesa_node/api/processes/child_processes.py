@@ -191,7 +191,7 @@ class _ChildProcess:
         try:
             line = await self._process.stdout.readline()
         except ValueError:
-            return None  # longer than `answer_bytes`
+            return None  # longer than `max_answer_bytes`
         self.is_ready = line.endswith(b"\n")
         self._stdout_closed = not self.is_ready
         return line if self.is_ready else None

@@ -24,7 +24,7 @@ _POLL_INTERVAL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LocalNode:
-    """A serving daemon. `ready_s` is the time from its start to its ready file."""
+    """A serving daemon. `startup_s` is the time from its start to its ready file."""
 
     name: str
     process: subprocess.Popen[bytes]
