@@ -177,7 +177,7 @@ def build_model(
     hidden_size = checkpoint.config.hidden_size
     ends = EmbeddingAndHead(
         embedder,
-        HeadBatcher(head),
+        HeadBatcher(head, embedder.embed_rows),
         head.apply_final_norm,
         resolved,
         place,

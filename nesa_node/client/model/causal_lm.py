@@ -25,7 +25,7 @@ from nesa_node.client.model.generation_options import (
     HIDDEN_STATES_NEED_WHOLE_TEXTS,
     refuse_forward_arguments,
 )
-from nesa_node.client.model.head import EmbeddingAndHead, NextTokenBatcher
+from nesa_node.client.model.head import EmbeddingAndHead
 from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.client.model.layers import (
     HiddenStateSelection,
@@ -91,7 +91,6 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         self._layers = layers
         self._prefix_salt = prefix_salt
         self._loop = LoopThread("nesa-client")
-        self._next_token_batcher = NextTokenBatcher(ends)
         self._connection: HeldContext[SwarmConnection] | None = None
         self._sessions: weakref.WeakSet[InferenceSession] = weakref.WeakSet()
         self._connection_lock = threading.Lock()
@@ -213,9 +212,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         prefix = self._session_prefix(prompt, batch_size, prefix_scope)
         context = open_layers(layers, rows=batch_size, max_tokens=max_length, prefix=prefix)
         held = self._loop.hold(context, interrupt=interrupt)
-        session = InferenceSession(
-            self._ends, self._loop, held, self._next_token_batcher, prefix, interrupt
-        )
+        session = InferenceSession(self._ends, self._loop, held, prefix, interrupt)
         self._sessions.add(session)
         return session
 

@@ -1,14 +1,6 @@
 """Parts of a model that run in the client: embedding, final norm and head, with batching.
 
 L tokens of one row, R rows of one token each, T packed tokens, D hidden, V vocabulary.
-
-Batching of head computations across threads: one thread computes for all that wait.
-
-T packed tokens, D hidden, V vocabulary.
-
-Batched choice of greedy next tokens for all sessions of an event loop.
-
-T packed tokens, R rows of one token each, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,14 +8,28 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from nesa_node.client.model.generation_options import argmax_allowed
 from nesa_node.engine.model.embedder_and_head import Embedder
+
+MAX_SHARED_TOKENS = 64
+"""Inputs above this many tokens are computed alone: callers with one token would wait for them."""
+MAX_BATCH_TOKENS = 256
+"""Largest batch, in tokens, so that its logits fit in memory."""
+ARRIVAL_GAP_FRACTION = 0.25
+"""Wait for each further call while fewer are queued than in recent bursts, as a fraction of the
+compute time. Outputs that a node batched arrive within a millisecond."""
+MAX_GATHER_FRACTION = 1.0
+"""Upper bound of all these waits, as a fraction of the compute time: batching saves at most one
+computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +37,8 @@ class EmbeddingAndHead:
     """Embedding, final norm and head in `dtype` on `device`. Thread-safe."""
 
     embedder: Embedder
-    head: Callable[[torch.Tensor], torch.Tensor]
-    """Logits [T, V] of the last block's output [T, D]."""
+    head: HeadBatcher
+    """Logits [T, V] of the last block's output [T, D], batched across sessions."""
     final_norm: Callable[[torch.Tensor], torch.Tensor]
     """Final norm alone: the head's input [T, D] of the last block's output [T, D]."""
     dtype: torch.dtype
@@ -52,184 +58,6 @@ class EmbeddingAndHead:
             return torch.empty((0, self.hidden_size), dtype=self.dtype, device=self.device)
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
-    def embed_one_per_row(self, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """Embed one token of each of R rows at its position; hidden states [R, D]."""
-        return self.embedder.embed_rows(
-            torch.tensor(tokens, device=self.device), torch.tensor(positions, device=self.device)
-        )
-
-
-MAX_SHARED_TOKENS = 64
-"""Inputs above this many tokens are computed alone: callers with one token would wait for them."""
-MAX_BATCH_TOKENS = 256
-"""Largest batch, in tokens, so that its logits fit in memory."""
-GATHER_PAUSE_FRACTION = 0.1
-"""Wait for further callers, as a fraction of the compute time. Outputs that a node batched arrive
-within some tenths of a millisecond."""
-MAX_GATHER_FRACTION = 1.0
-"""Upper bound of all these waits, as a fraction of the compute time: batching saves at most one
-computation."""
-CONCURRENCY_WINDOW_S = 1.0
-"""Seconds after a change of thread in which concurrent callers are expected."""
-
-
-class _HeadCall:
-    """One caller's input, and its result or error."""
-
-    def __init__(self, hidden_TD: torch.Tensor) -> None:
-        self.hidden_TD = hidden_TD
-        self.result_TV: torch.Tensor | None = None
-        self.error: Exception | None = None
-        self.is_leader = False
-        self._wake = threading.Lock()
-        self._wake.acquire()
-
-    def wait(self) -> None:
-        self._wake.acquire()
-
-    def wake(self) -> None:
-        self._wake.release()
-
-
-class HeadBatcher:
-    """Batched version of `compute` ([T, D] -> [T, V], row by row) for any number of threads.
-
-    While one thread computes, inputs of the rest queue up; the first of these becomes the next
-    leader and computes all of them together. An error is raised only in the caller that caused it.
-    Results may differ in their last bits from those of `compute` alone, as they do with the number
-    of rows.
-    """
-
-    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._compute = compute
-        self._guard = threading.Lock()
-        self._computing = False
-        self._waiting: list[_HeadCall] = []
-        self._compute_s = 0.0
-        self._expected_calls = 0
-        """Calls in the previous burst, which ended when the queue was empty."""
-        self._burst_calls = 0
-        self._last_thread = 0
-        self._concurrent_until = 0.0
-
-    def __call__(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Raises what `compute` raises. The result may share memory with other callers' results."""
-        if len(hidden_TD) > MAX_SHARED_TOKENS:
-            return self._compute(hidden_TD)
-        call = _HeadCall(hidden_TD)
-        with self._guard:
-            call.is_leader = not self._computing
-            self._computing = True
-            if call.is_leader:
-                self._expected_calls, self._burst_calls = self._burst_calls, 0
-            else:
-                self._waiting.append(call)
-            has_company = self._has_concurrent_callers()
-        if not call.is_leader:
-            self._wait_for_result(call)
-        elif has_company:
-            self._wait_for_calls()
-        if call.is_leader:
-            self._compute_batch(call)
-        if call.error is not None:
-            raise call.error
-        assert call.result_TV is not None
-        return call.result_TV
-
-    def _has_concurrent_callers(self) -> bool:
-        """Whether different threads have called within the last `CONCURRENCY_WINDOW_S` seconds."""
-        now, thread = time.monotonic(), threading.get_ident()
-        if thread != self._last_thread:
-            if self._last_thread:
-                self._concurrent_until = now + CONCURRENCY_WINDOW_S
-            self._last_thread = thread
-        return now < self._concurrent_until
-
-    def _wait_for_calls(self) -> None:
-        try:
-            pause_s, until = (
-                GATHER_PAUSE_FRACTION * self._compute_s,
-                time.monotonic() + MAX_GATHER_FRACTION * self._compute_s,
-            )
-            seen = -1
-            while seen < len(self._waiting) < self._expected_calls - 1 and time.monotonic() < until:
-                seen = len(self._waiting)
-                time.sleep(pause_s)
-        except BaseException:
-            # Interrupted, as in `_wait_for_result`.
-            self._wake_next_leader()
-            raise
-
-    def _wait_for_result(self, call: _HeadCall) -> None:
-        try:
-            call.wait()
-        except BaseException:
-            # Interrupted: another thread must lead instead.
-            with self._guard:
-                if call in self._waiting:
-                    self._waiting.remove(call)
-            if call.is_leader:
-                self._wake_next_leader()
-            raise
-
-    def _compute_batch(self, call: _HeadCall) -> None:
-        calls, tokens = [call], len(call.hidden_TD)
-        with self._guard:
-            while self._waiting:
-                tokens += len(self._waiting[0].hidden_TD)
-                if tokens > MAX_BATCH_TOKENS:
-                    break
-                calls.append(self._waiting.pop(0))
-        started = time.monotonic()
-        try:
-            _compute_all(self._compute, calls)
-            self._compute_s = time.monotonic() - started
-        finally:
-            # If this thread was interrupted, its followers have no result and queue up again.
-            undone = [c for c in calls[1:] if c.result_TV is None and c.error is None]
-            with self._guard:
-                self._burst_calls += len(calls) - len(undone)
-                self._waiting[:0] = undone
-            self._wake_next_leader()
-            for other in calls[1:]:
-                if other not in undone:
-                    other.wake()
-
-    def _wake_next_leader(self) -> None:
-        """Make the first waiting thread the leader."""
-        with self._guard:
-            if not self._waiting:
-                self._computing = False
-                return
-            following = self._waiting.pop(0)
-            following.is_leader = True
-        following.wake()
-
-
-def _compute_all(
-    compute: Callable[[torch.Tensor], torch.Tensor], calls: Sequence[_HeadCall]
-) -> None:
-    if len(calls) > 1:
-        try:
-            together_TV = compute(torch.cat([call.hidden_TD for call in calls]))
-        except Exception:
-            together_TV = None  # one input is at fault: computing each alone finds it
-        if together_TV is not None:
-            parts = torch.split(together_TV, [len(call.hidden_TD) for call in calls])
-            for call, part_TV in zip(calls, parts, strict=True):
-                call.result_TV = part_TV
-            return
-    for call in calls:
-        try:
-            call.result_TV = compute(call.hidden_TD)
-        except Exception as error:
-            call.error = error
-
-
-ARRIVAL_GAP_FRACTION = 0.25
-"""Wait for each further call while fewer are queued than in recent bursts, as a fraction of the
-compute time: batching saves at most one computation."""
-
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
@@ -240,28 +68,70 @@ class NextToken:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _LogitsCall:
+    hidden_TD: torch.Tensor
+    done: Future[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _NextTokenCall:
-    hidden_1D: torch.Tensor
+    hidden_TD: torch.Tensor
+    """One token."""
     position: int | None
     banned: frozenset[int]
-    chosen: asyncio.Future[NextToken]
+    done: asyncio.Future[NextToken]
 
 
-class NextTokenBatcher:
-    """Final norm, head, argmax and embedding, batched over the sessions of one event loop.
+_HeadCall = _LogitsCall | _NextTokenCall
+_HeadResult = torch.Tensor | NextToken | Exception
 
-    Outputs that a node batched arrive within a millisecond: the first waits briefly for the rest.
-    Computed in a worker thread.
+
+class HeadBatcher:
+    """Batched version of `compute` ([T, D] -> [T, V], row by row) for all sessions of a model.
+
+    Threads call it for logits, coroutines call `choose_next`. A thread that is alone computes by
+    itself; otherwise calls queue up for one worker thread, which computes them together. The first
+    of a burst waits briefly for as many calls as recent bursts had. An error is raised only in the
+    caller that caused it. Results may differ in their last bits from those of `compute` alone, as
+    they do with the number of rows.
     """
 
-    def __init__(self, ends: EmbeddingAndHead) -> None:
-        self._ends = ends
-        self._waiting: list[_NextTokenCall] = []
-        self._task: asyncio.Task[None] | None = None
+    def __init__(
+        self,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        embed_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None:
+        """`embed_rows` embeds ids [R] at positions [R]."""
+        self._compute = compute
+        self._embed_rows = embed_rows
+        self._arrived = threading.Condition()
+        self._waiting: list[_HeadCall] = []
+        self._computing = False
         self._compute_s = 0.0
-        self._arrived = asyncio.Event()
         self._burst_sizes = deque([0, 0], maxlen=2)
-        """Sizes of the last two bursts: sessions form one microbatch or two."""
+        """Calls in the last two bursts, which end when no call waits: sessions form one microbatch
+        or two."""
+        # Its thread ends once the batcher is collected: it also works after the model is closed.
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="nesa-head")
+
+    def __call__(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Raises what `compute` raises. The result may share memory with other callers' results."""
+        if len(hidden_TD) > MAX_SHARED_TOKENS:
+            return self._compute(hidden_TD)
+        with self._arrived:
+            if not self._computing and max(self._burst_sizes) <= 1:
+                self._computing, call = True, None
+            else:
+                call = _LogitsCall(hidden_TD, Future())
+                if self._queue(call):
+                    self._worker.submit(self._run_batches, 0)
+        if call is None:
+            return self._compute_alone(hidden_TD)
+        try:
+            return call.done.result()
+        finally:
+            self._withdraw(call)
+            del call  # it refers to the raised error, and its traceback to this frame
 
     async def choose_next(
         self, hidden_1D: torch.Tensor, position: int | None, banned: frozenset[int] = frozenset()
@@ -272,74 +142,129 @@ class NextTokenBatcher:
         """
         loop = asyncio.get_running_loop()
         call = _NextTokenCall(hidden_1D, position, banned, loop.create_future())
-        self._waiting.append(call)
-        self._arrived.set()
-        if self._task is None:
-            self._task = loop.create_task(self._run_batches(), name="next-tokens")
+        if self._queue(call):
+            # Once the loop's other sessions with an output have queued their calls.
+            loop.call_soon(self._worker.submit, self._run_batches, 0)
         try:
-            return await call.chosen
+            return await call.done
         finally:
+            self._withdraw(call)
+
+    def _queue(self, call: _HeadCall) -> bool:
+        """Queue a call; return whether the caller has to start the worker."""
+        with self._arrived:
+            self._waiting.append(call)
+            self._arrived.notify()
+            was_idle, self._computing = not self._computing, True
+            return was_idle
+
+    def _withdraw(self, call: _HeadCall) -> None:
+        """Remove the call of an interrupted or cancelled caller."""
+        with self._arrived:
             if call in self._waiting:
                 self._waiting.remove(call)
 
-    async def _run_batches(self) -> None:
-        """Compute batches until no call waits."""
-        came = 0
+    def _compute_alone(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        began = time.monotonic()
         try:
-            while self._waiting:
-                await self._wait_for_calls(max(self._burst_sizes) - came)
-                calls = self._waiting[:MAX_SHARED_TOKENS]
-                del self._waiting[: len(calls)]
-                came += len(calls)
-                began = time.monotonic()
-                results = await asyncio.to_thread(self._choose_or_errors, calls)
-                self._compute_s = time.monotonic() - began
-                for call, result in zip(calls, results, strict=True):
-                    _resolve(call.chosen, result)
+            return self._compute(hidden_TD)
         finally:
-            self._burst_sizes.append(came)
-            self._task = None
+            self._compute_s = time.monotonic() - began
+            with self._arrived:
+                if self._waiting:
+                    self._worker.submit(self._run_batches, 1)
+                else:
+                    self._end_burst(1)
 
-    async def _wait_for_calls(self, expected: int) -> None:
+    def _run_batches(self, came: int) -> None:
+        """In the worker thread: compute batches until no call waits. `came` counts the burst's
+        calls so far.
+        """
+        while calls := self._take_batch(came):
+            came += len(calls)
+            began = time.monotonic()
+            results = self._compute_or_errors(calls)
+            self._compute_s = time.monotonic() - began
+            _deliver(calls, results)
+
+    def _take_batch(self, came: int) -> Sequence[_HeadCall]:
+        """Take the next calls from the queue; none: the burst has ended."""
+        with self._arrived:
+            if self._waiting:
+                self._wait_for_calls(max(self._burst_sizes) - came)
+            count = tokens = 0
+            for call in self._waiting:
+                tokens += len(call.hidden_TD)
+                if tokens > MAX_BATCH_TOKENS:
+                    break
+                count += 1
+            calls = self._waiting[:count]
+            del self._waiting[:count]
+            if not calls:
+                self._end_burst(came)
+            return calls
+
+    def _end_burst(self, came: int) -> None:
+        self._burst_sizes.append(came)
+        self._computing = False
+
+    def _wait_for_calls(self, expected: int) -> None:
         """Wait until `expected` calls are queued, or no further one arrives in time."""
         until = time.monotonic() + MAX_GATHER_FRACTION * self._compute_s
         while len(self._waiting) < expected and (left_s := until - time.monotonic()) > 0:
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout(min(left_s, ARRIVAL_GAP_FRACTION * self._compute_s)):
-                    await self._arrived.wait()
-            except TimeoutError:
+            if not self._arrived.wait(min(left_s, ARRIVAL_GAP_FRACTION * self._compute_s)):
                 return
 
-    def _choose_or_errors(self, calls: Sequence[_NextTokenCall]) -> Sequence[NextToken | Exception]:
-        """In the worker thread. If the batch fails, each call is computed alone to find the one at
-        fault.
-        """
+    def _compute_or_errors(self, calls: Sequence[_HeadCall]) -> Sequence[_HeadResult]:
+        """If the batch fails, each call is computed alone to find the one at fault."""
         try:
-            return self._choose_batch(calls)
+            return self._compute_batch(calls)
         except Exception as error:
             if len(calls) == 1:
                 return [error]
-            return [self._choose_or_errors([call])[0] for call in calls]
+            return [self._compute_or_errors([call])[0] for call in calls]
 
-    @torch.inference_mode()
-    def _choose_batch(self, calls: Sequence[_NextTokenCall]) -> Sequence[NextToken]:
-        logits_RV = self._ends.head(torch.cat([call.hidden_1D for call in calls]))
-        tokens = [
-            argmax_allowed(scores_V, call.banned)
-            for scores_V, call in zip(logits_RV, calls, strict=True)
+    @torch.no_grad()
+    def _compute_batch(self, calls: Sequence[_HeadCall]) -> Sequence[_HeadResult]:
+        device = calls[0].hidden_TD.device
+        inputs = [call.hidden_TD.to(device) for call in calls]
+        logits_TV = self._compute(inputs[0] if len(inputs) == 1 else torch.cat(inputs))
+        parts = torch.split(logits_TV, [len(hidden_TD) for hidden_TD in inputs])
+        results: list[_HeadResult] = list(parts)
+        chosen = [
+            (at, argmax_allowed(part_TV[0], call.banned), call.position)
+            for at, (call, part_TV) in enumerate(zip(calls, parts, strict=True))
+            if isinstance(call, _NextTokenCall)
         ]
-        positions = [0 if call.position is None else call.position for call in calls]
-        hidden_RD = self._ends.embed_one_per_row(tokens, positions)
-        return [
-            NextToken(token, None if call.position is None else hidden_1D)
-            for call, token, hidden_1D in zip(calls, tokens, torch.split(hidden_RD, 1), strict=True)
-        ]
+        if chosen:
+            ids_R = torch.tensor([token for _, token, _ in chosen], device=logits_TV.device)
+            positions_R = torch.tensor([place or 0 for *_, place in chosen], device=ids_R.device)
+            rows = torch.split(self._embed_rows(ids_R, positions_R), 1)
+            for (at, token, place), hidden_1D in zip(chosen, rows, strict=True):
+                results[at] = NextToken(token, None if place is None else hidden_1D)
+        return results
 
 
-def _resolve(future: asyncio.Future[NextToken], result: NextToken | Exception) -> None:
-    if future.done():
-        return
+def _deliver(calls: Sequence[_HeadCall], results: Sequence[_HeadResult]) -> None:
+    """Hand over results. Coroutines of one loop go on in the same iteration of it."""
+    on_loops = defaultdict(list)
+    for call, result in zip(calls, results, strict=True):
+        if isinstance(call, _NextTokenCall):
+            on_loops[call.done.get_loop()].append((call.done, result))
+        else:
+            _resolve(call.done, result)
+    for loop, resolved in on_loops.items():
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(_resolve_all, resolved)
+
+
+def _resolve_all(resolved: Sequence[tuple[asyncio.Future[NextToken], _HeadResult]]) -> None:
+    for future, result in resolved:
+        if not future.done():
+            _resolve(future, result)
+
+
+def _resolve(future: Future[Any] | asyncio.Future[Any], result: _HeadResult) -> None:
     if isinstance(result, Exception):
         future.set_exception(result)
     else:

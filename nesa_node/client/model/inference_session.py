@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from nesa_node.client.model.generation_options import StopCondition
-from nesa_node.client.model.head import EmbeddingAndHead, NextTokenBatcher
+from nesa_node.client.model.head import EmbeddingAndHead
 from nesa_node.client.model.loop_thread import HeldContext, Interrupt, LoopChannel, LoopThread
 from nesa_node.client.model.packing import pack
 from nesa_node.client.session.base import BlockSession, Failover, RowSlice, Want
@@ -42,7 +42,6 @@ class InferenceSession:
         ends: EmbeddingAndHead,
         loop: LoopThread,
         held: HeldContext[BlockSession],
-        next_token_batcher: NextTokenBatcher,
         prefix: SessionPrefix | None = None,
         interrupt: Interrupt | None = None,
     ) -> None:
@@ -51,7 +50,6 @@ class InferenceSession:
         self._loop = loop
         self._held_context = held
         self._blocks = held.value
-        self._next_token_batcher = next_token_batcher
         self._prefix = prefix
         self._interrupt = interrupt
         self._tokens: list[list[int]] = [
@@ -191,9 +189,7 @@ class InferenceSession:
             self._tokens[0].extend(new_tokens)
             self.tokens_sent += len(new_tokens)
             place = self.position if number + 1 < stop.max_tokens else None
-            chosen = await self._next_token_batcher.choose_next(
-                output_1D, place, stop.banned_ids(number)
-            )
+            chosen = await self._ends.head.choose_next(output_1D, place, stop.banned_ids(number))
             # Deferred until other sessions' steps are sent: waking the reading thread would delay
             # them.
             loop.call_soon(channel.send, chosen.token)

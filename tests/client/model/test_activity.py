@@ -103,7 +103,7 @@ def test_failovers_are_kept_when_their_session_has_ended() -> None:
     book, session = ActivityTracker(), scripted()
     with book.track_session(MODEL, prompt_tokens=1) as running:
         running.mark_opened(session)
-        session.losses = (Failover(5.0, (PeerId("b"),), 12.5),)
+        session.failovers = (Failover(5.0, (PeerId("b"),), 12.5),)
         assert book.sessions()[0].failovers == 1
         (seen,) = book.failovers()
         assert (seen.session_id, seen.lost, seen.took_ms) == (running.id, (PeerId("b"),), 12.5)
@@ -111,7 +111,7 @@ def test_failovers_are_kept_when_their_session_has_ended() -> None:
     for at in range(MAX_FAILOVERS + 5):
         with book.track_session(MODEL, prompt_tokens=1) as running:
             session = scripted()
-            session.losses = (Failover(10.0 + at, (), 1.0),)
+            session.failovers = (Failover(10.0 + at, (), 1.0),)
             running.mark_opened(session)
     assert [one.at for one in book.failovers()][:1] == [15.0]
     assert len(book.failovers()) == MAX_FAILOVERS
