@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.extras import require_node
 from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem
 from nesa_node.routing.placement.recipes import FillOrder, Recipe, apply_recipe
 from nesa_node.routing.placement.score import Goal, PlacementScore, score_assignment
-from nesa_node.routing.problem import Floats, Ints
 from nesa_node.topology.shape.features import compute_features
 from nesa_node.topology.shape.filtration import make_filtration
 from nesa_node.topology.shape.network_shape import compute_shape
