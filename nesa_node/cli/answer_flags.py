@@ -1,29 +1,18 @@
-"""Flags of `generate` and `chat`: those of a client, and sampling flags, which are no settings."""
+"""Sampling flags of `generate` and `chat`, which are no settings, and the config of both."""
+
+from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from cyclopts import Parameter
 
-from nesa_node.cli.flags import OUTPUT, SAMPLING, ClientFlags, load_command_config
+from nesa_node.cli.flags import SAMPLING, Flags, load_command_config
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nesa_node.core.settings.models import ClientConfig
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class AnswerFlags(ClientFlags):
-    config: Annotated[
-        Path | None,
-        Parameter(
-            group=OUTPUT,
-            help="TOML file with any of these settings, except those of prompts and sampling.",
-        ),
-    ] = None
+    from nesa_node.core.settings.models import AnswerConfig
 
 
 MAX_SEED = 2**63
@@ -62,19 +51,19 @@ class SamplingFlags:
 
 
 def load_answer_config(
-    flags: AnswerFlags | None, model: str | None, max_new_tokens: int | None
-) -> "ClientConfig":
+    flags: Flags["AnswerConfig"] | None, model: str | None, max_new_tokens: int | None
+) -> AnswerConfig:
     """Load the config as `load_command_config` does. Raises `ConfigError`, also for
     --max-new-tokens below 1.
 
     Warns if only the gateway's setting `max_new_tokens` is given, which these commands ignore.
     """
-    from nesa_node.core.settings.models import ClientConfig
+    from nesa_node.core.settings.models import AnswerConfig
 
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ConfigError("--max-new-tokens must be at least 1")
     on_ignored = _warn_ignored_limit if max_new_tokens is None else None
-    return load_command_config(ClientConfig, flags, on_ignored, model=model)
+    return load_command_config(AnswerConfig, flags, on_ignored, model=model)
 
 
 def _warn_ignored_limit(name: str, source: str) -> None:

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,9 +33,8 @@ from nesa_node.cli.commands.generate import generate
 from nesa_node.cli.commands.keys import keys
 from nesa_node.cli.commands.simulate import simulate
 from nesa_node.cli.commands.status import fill_watch_interval, status
-from nesa_node.cli.flags import DashboardFlags, GatewayFlags
+from nesa_node.cli.flags import FLAG_GROUPS, advanced_flags
 from nesa_node.cli.interrupts import INTERRUPTED_EXIT_CODE
-from nesa_node.cli.peer_flags import NodeFlags
 from nesa_node.cli.process_limits import as_memory_error, limit_openmp_spinning
 from nesa_node.cli.standard_streams import as_output_error, redirect_to_null
 from nesa_node.core import tracing
@@ -84,49 +82,15 @@ def _report_slow_waits(waits: WaitTracker, over: threading.Event) -> None:
 
 
 HELP_ALL_FLAG = "--help-all"
-BASIC_SETTINGS = frozenset(
-    {
-        "initial_peers",
-        "swarm_key",
-        "config",
-        "log_level",
-        "device",
-        "torch_dtype",
-        "threads",
-        "num_blocks",
-        "block_indices",
-        "quant_type",
-        "host_maddrs",
-        "public_name",
-        "api",
-        "orchestrator",
-        "http",
-        "listen",
-        "api_key",
-        "models",
-        "route",
-        "quality",
-        "max_new_tokens",
-    }
-)
-"""Shared settings that `--help` shows. A command's own flags are always shown."""
-
-
-def _flag_names(field_names: Sequence[str]) -> frozenset[str]:
-    return frozenset(f"--{name.replace('_', '-')}" for name in field_names)
-
-
-_SHARED_FLAGS = _flag_names(
-    [field.name for flags in (NodeFlags, GatewayFlags, DashboardFlags) for field in fields(flags)]
-)
-_ADVANCED_FLAGS = _SHARED_FLAGS - _flag_names(sorted(BASIC_SETTINGS)) | {"--trust"}
 
 
 class ShortHelpFormatter(DefaultFormatter):
     """Help formatter that omits advanced flags, and panels that have only those."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-        shown = [entry for entry in panel.entries if not _ADVANCED_FLAGS.intersection(entry.names)]
+        shown = panel.entries
+        if str(panel.title) in FLAG_GROUPS:
+            shown = [e for e in panel.entries if not advanced_flags().intersection(e.names)]
         if shown:
             super().__call__(console, options, panel.copy(entries=shown))
 
@@ -154,23 +118,25 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-for _command in (
-    run,
-    bootstrap,
-    orchestrate,
-    api,
-    generate,
-    chat,
-    status,
-    dashboard,
-    explain,
-    simulate,
-    identity,
-    doctor,
-    demo,
-):
-    app.command(_command)
-app.command(evaluate, name="eval")
+for _name, _command in {
+    "run": run,
+    "bootstrap": bootstrap,
+    "orchestrate": orchestrate,
+    "api": api,
+    "generate": generate,
+    "chat": chat,
+    "status": status,
+    "dashboard": dashboard,
+    "explain": explain,
+    "simulate": simulate,
+    "identity": identity,
+    "doctor": doctor,
+    "demo": demo,
+    "eval": evaluate,
+}.items():
+    # By its path: then the parser evaluates the flags of the command that is used, not of all.
+    _path = f"{_command.__module__}:{_command.__name__}"
+    app.command(_path, name=_name, help=_command.__doc__)
 app.command(keys)
 
 

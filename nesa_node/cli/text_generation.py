@@ -19,8 +19,8 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingSettings:
-    """Sampling settings: greedy, unless `temperature` or `top_p` is set."""
+class GenerationParams:
+    """Parameters of one answer: greedy, unless `temperature` or `top_p` is set."""
 
     max_new_tokens: int = 128
     min_new_tokens: int | None = None
@@ -95,7 +95,7 @@ def generate_answer(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     ids_1L: torch.Tensor,
-    sampling: SamplingSettings,
+    sampling: GenerationParams,
     *,
     out: TextIO | None,
     **options: Any,

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.models import PublicName
+from nesa_node.core.settings.field_types import PublicName
 from nesa_node.core.wait_tracking import track_wait
 
 _MAX_FILE_BYTES = 16 * 2**20

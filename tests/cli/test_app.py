@@ -7,9 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from cyclopts import App
@@ -17,19 +16,14 @@ from cyclopts import App
 from nesa_node.cli import app as app_module
 from nesa_node.cli.app import run_command
 from nesa_node.cli.argv import repeat_list_flags, separate_prompt
-from nesa_node.cli.flags import AccessFlags, ClientFlags, SharedFlags
-from nesa_node.cli.peer_flags import NodeFlags, PeerFlags
+from nesa_node.cli.flags import Flags
 from nesa_node.cli.process_limits import as_memory_error
 from nesa_node.core.errors import MissingBlocksError, NesaError, UnsupportedFeatureError
-from nesa_node.core.settings.models import (
-    AccessConfig,
-    ClientConfig,
-    NodeConfig,
-    PeerConfig,
-    SharedConfig,
-)
+from nesa_node.core.settings.models import ALL_CONFIGS, SharedConfig
 
 PEER = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+COMMANDS = [name for name in app_module.app if not name.startswith("-")]
 
 
 def nesa_node(*argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
@@ -43,48 +37,29 @@ def nesa_node(*argv: str, **more: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "flags"),
-    [
-        (SharedConfig, SharedFlags),
-        (AccessConfig, AccessFlags),
-        (ClientConfig, ClientFlags),
-        (PeerConfig, PeerFlags),
-        (NodeConfig, NodeFlags),
-    ],
-)
-def test_every_setting_has_a_flag_and_every_flag_a_setting(
-    config: type[SharedConfig], flags: type[SharedFlags]
-) -> None:
-    assert {field.name for field in fields(flags)} - {"config"} == set(config.model_fields) - {
-        "model"
-    }
+@pytest.mark.parametrize("config", ALL_CONFIGS)
+def test_every_setting_has_a_flag_and_every_flag_a_setting(config: type[SharedConfig]) -> None:
+    flags = get_args(Flags.__class_getitem__(config.__name__))[0]
+    without_flag = {"model", "models"}
+    assert set(get_type_hints(flags)) - {"config"} == set(config.model_fields) - without_flag
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "run",
-        "bootstrap",
-        "generate",
-        "chat",
-        "status",
-        "doctor",
-        "demo",
-        "eval",
-        "simulate",
-        "keys",
-    ],
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([command, "--help"]) == 0
     assert f"Usage: nesa-node {command}" in capsys.readouterr().out
 
 
-def test_help_needs_no_heavy_import() -> None:
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_needs_no_heavy_import(command: str | None) -> None:
+    """The models of settings need pydantic, the help of the application needs none of them."""
+    heavy = {"torch", "transformers", "hivemind", "numpy"} | (
+        {"pydantic"} if command is None else set()
+    )
+    argv = ["--help"] if command is None else [command, "--help"]
     code = (
-        "import sys; from nesa_node.cli.app import run_command; run_command(['run', '--help']);"
-        "print('HEAVY', {'torch', 'transformers', 'hivemind', 'pydantic'} & set(sys.modules))"
+        f"import sys; from nesa_node.cli.app import run_command; run_command({argv});"
+        f"print('HEAVY', {heavy} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30

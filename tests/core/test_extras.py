@@ -49,10 +49,10 @@ print(result.shape[1])
 """
 ERRORS = """
 from nesa_node.core.errors import ConfigError
-from nesa_node.compression.blockwise8 import _operators
-from nesa_node.topology.shape.gudhi_backend import gudhi
+from nesa_node.compression.blockwise8 import _bitsandbytes_operators
+from nesa_node.topology.shape.gudhi_backend import load_gudhi
 
-for use in (_operators, gudhi):
+for use in (_bitsandbytes_operators, load_gudhi):
     try:
         use()
     except ConfigError as error:

@@ -90,9 +90,9 @@ def test_a_folder_is_known_by_its_own_name(tmp_path: Path, monkeypatch: pytest.M
 def test_a_killed_node_is_forgotten(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path;"
-        "from nesa_node.core.known_swarms import KnownSwarms;"
-        "known = KnownSwarms(Path(sys.argv[1]));"
-        "context = known.running(['/ip4/127.0.0.1/tcp/1'], 'm', None); context.__enter__();"
+        "from nesa_node.core.known_swarms import KnownSwarmStore;"
+        "known = KnownSwarmStore(Path(sys.argv[1]));"
+        "context = known.register_node(['/ip4/127.0.0.1/tcp/1'], 'm', None); context.__enter__();"
         "os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)

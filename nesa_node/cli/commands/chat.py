@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from nesa_node.cli.answer_flags import AnswerFlags, SamplingFlags, load_answer_config
-from nesa_node.cli.flags import SAMPLING, ModelArgument
+from nesa_node.cli.answer_flags import SamplingFlags, load_answer_config
+from nesa_node.cli.flags import SAMPLING, Flags, ModelArgument
 from nesa_node.cli.interrupts import exit_on_interrupt
 from nesa_node.cli.prompt import accept_invalid_utf8, check_utf8
 from nesa_node.core.errors import ConfigError, ContextLengthError, NesaError
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from nesa_node.cli.text_generation import Message, SamplingSettings
+    from nesa_node.cli.text_generation import GenerationParams, Message
     from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
     from nesa_node.client.model.inference_session import InferenceSession
+    from nesa_node.core.settings.models import AnswerConfig
 
 HELP_TEXT = (
     "/help shows this, /reset starts over, /stats shows the chain and speed, /exit (or Ctrl-D) ends"
@@ -44,7 +45,7 @@ def chat(
         Parameter(group=SAMPLING, help="Tokens of the whole conversation. [default: up to 4096]"),
     ] = None,
     sampling: SamplingFlags | None = None,
-    flags: AnswerFlags | None = None,
+    flags: Flags["AnswerConfig"] | None = None,
 ) -> int:
     """Talk with MODEL through the swarm. Ctrl-C stops an answer, Ctrl-D ends."""
     config = load_answer_config(flags, model, max_new_tokens)
@@ -57,7 +58,7 @@ def chat(
 
     following = ReconnectingModel(config)
     with exit_on_interrupt():
-        from nesa_node.cli.text_generation import SamplingSettings
+        from nesa_node.cli.text_generation import GenerationParams
 
     with following:
         distributed, tokenizer = following.open()
@@ -69,7 +70,7 @@ def chat(
             raise ContextLengthError(
                 f"--max-length {length} is more than the {context} tokens that {config.model} holds"
             )
-        options = SamplingSettings(max_new_tokens=max_new_tokens or 512, **chosen)
+        options = GenerationParams(max_new_tokens=max_new_tokens or 512, **chosen)
         talk = _Conversation(
             distributed,
             tokenizer,
@@ -92,7 +93,7 @@ class _Conversation:
         self,
         model: DistributedModelForCausalLM,
         tokenizer: PreTrainedTokenizerBase,
-        sampling: SamplingSettings,
+        sampling: GenerationParams,
         max_length: int,
         system: str | None,
         on_answer: Callable[[], None],

@@ -17,24 +17,26 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from nesa_node.cli.flags import (
-    COMPUTE,
-    DashboardFlags,
-    GatewayFlags,
-    ModelArgument,
-    load_command_config,
-)
+from nesa_node.cli.flags import COMPUTE, Flags, ModelArgument, load_command_config
 from nesa_node.cli.interrupts import exit_on_interrupt
-from nesa_node.cli.peer_flags import NodeFlags, OrchestratorFlags, PeerFlags
 from nesa_node.cli.services.side_services import run_with_metrics, run_with_page
 from nesa_node.core.extras import require_node
 
+if TYPE_CHECKING:
+    from nesa_node.core.settings.models import (
+        DashboardConfig,
+        GatewayConfig,
+        NodeConfig,
+        OrchestratorConfig,
+        PeerConfig,
+    )
 
-def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> int:
+
+def run(model: ModelArgument = None, /, *, flags: Flags["NodeConfig"] | None = None) -> int:
     """Serve a span of MODEL to the swarm, until SIGTERM or Ctrl-C.
 
     Without --initial-peers it starts a new swarm and prints the address to join it.
@@ -48,7 +50,7 @@ def run(model: ModelArgument = None, /, *, flags: NodeFlags | None = None) -> in
         from nesa_node.server.node.daemon import run_node
         from nesa_node.swarm.p2p import tasks as event_loop
 
-    beside = make_gateway_runner(config, None if flags is None else flags.config)
+    beside = make_gateway_runner(config, None if flags is None else flags.get("config"))
     event_loop.run_event_loop(
         run_with_metrics(
             config,
@@ -79,7 +81,7 @@ def orchestrate(
     ] = None,
     /,
     *,
-    flags: OrchestratorFlags | None = None,
+    flags: Flags["OrchestratorConfig"] | None = None,
 ) -> int:
     """Watch a swarm and publish signed placements while holding the model's lease.
 
@@ -105,7 +107,7 @@ def orchestrate(
     return 0
 
 
-def bootstrap(*, flags: PeerFlags | None = None) -> int:
+def bootstrap(*, flags: Flags["PeerConfig"] | None = None) -> int:
     """Run a bootstrap peer of the DHT: the address that peers give as --initial-peers."""
     from nesa_node.core.settings.models import PeerConfig
 
@@ -135,7 +137,7 @@ def api(
     while_stdin: Annotated[
         bool, Parameter(show=False, negative=(), help="Stop when standard input ends.")
     ] = False,
-    flags: GatewayFlags | None = None,
+    flags: Flags["GatewayConfig"] | None = None,
 ) -> int:
     """Serve OpenAI's API over the models of a swarm, until SIGTERM or Ctrl-C."""
     from nesa_node.core.settings.models import GatewayConfig
@@ -153,7 +155,7 @@ def api(
     return 0
 
 
-def dashboard(*, flags: DashboardFlags | None = None) -> int:
+def dashboard(*, flags: Flags["DashboardConfig"] | None = None) -> int:
     """Serve a live web page about a swarm: its nodes, blocks, links and events."""
     from nesa_node.cli.client_model import resolve_initial_peers
     from nesa_node.core.settings.models import DashboardConfig
@@ -167,7 +169,7 @@ def dashboard(*, flags: DashboardFlags | None = None) -> int:
     return 0
 
 
-def identity(*, flags: PeerFlags | None = None) -> int:
+def identity(*, flags: Flags["PeerConfig"] | None = None) -> int:
     """Print the peer id of the key at --identity-path; create the key if there is none.
 
     The address of a bootstrap peer contains it: /dns4/HOST/tcp/PORT/p2p/PEER-ID.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 
-from nesa_node.cli.flags import SharedFlags, load_command_config
+from nesa_node.cli.flags import Flags, load_command_config
 from nesa_node.cli.interrupts import exit_on_interrupt
 from nesa_node.cli.prompt import check_utf8
 from nesa_node.core.errors import ConfigError
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nesa_node.cli.services.local_swarm import LocalNode
-    from nesa_node.cli.text_generation import SamplingSettings, TimedAnswer
+    from nesa_node.cli.text_generation import GenerationParams, TimedAnswer
+    from nesa_node.core.settings.models import SharedConfig
     from nesa_node.routing.chains import Hop
 
 DEFAULT_QUESTION = "What is the capital of France?"
@@ -52,7 +53,7 @@ def demo(
         bool,
         Parameter(negative=(), help="Then keep the swarm running, with a gateway and a dashboard."),
     ] = False,
-    flags: SharedFlags | None = None,
+    flags: Flags["SharedConfig"] | None = None,
 ) -> int:
     """Start four daemons here, ask them a question, compare with local transformers.
 
@@ -126,10 +127,10 @@ class DemoPrompt:
     tokens: int
     timed: bool = False
 
-    def sampling(self) -> SamplingSettings:
-        from nesa_node.cli.text_generation import SamplingSettings
+    def sampling(self) -> GenerationParams:
+        from nesa_node.cli.text_generation import GenerationParams
 
-        return SamplingSettings(
+        return GenerationParams(
             max_new_tokens=self.tokens, min_new_tokens=self.tokens if self.timed else None
         )
 

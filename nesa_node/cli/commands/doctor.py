@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nesa_node.cli.flags import ClientFlags, ModelArgument, load_command_config
+from nesa_node.cli.flags import Flags, ModelArgument, load_command_config
 
 if TYPE_CHECKING:
     from nesa_node.cli.commands.doctor_checks import Finding
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def doctor(model: ModelArgument = None, /, *, flags: ClientFlags | None = None) -> int:
+def doctor(model: ModelArgument = None, /, *, flags: Flags["ClientConfig"] | None = None) -> int:
     """Check this machine, the connection to each of --initial-peers, and how much of MODEL fits.
 
     Without --initial-peers, the connection to a node that runs on this machine is checked.

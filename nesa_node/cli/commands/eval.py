@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter
 
-from nesa_node.cli.flags import COMPUTE, OUTPUT, SWARM, ClientFlags, load_command_config
+from nesa_node.cli.flags import COMPUTE, OUTPUT, SWARM, Flags, load_command_config
 from nesa_node.cli.interrupts import exit_on_interrupt
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.settings.user_file import user_path
@@ -116,7 +116,7 @@ def evaluate(
     json: Annotated[
         Path | None, Parameter(group=OUTPUT, help="Write the table to this file, with all results.")
     ] = None,
-    flags: ClientFlags | None = None,
+    flags: Flags["ClientConfig"] | None = None,
 ) -> int:
     """Measure perplexity and multiple-choice accuracy, for each combination of precisions.
 

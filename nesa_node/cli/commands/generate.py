@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from nesa_node.cli.answer_flags import AnswerFlags, SamplingFlags, load_answer_config
-from nesa_node.cli.flags import OUTPUT, SAMPLING, ModelArgument
+from nesa_node.cli.answer_flags import SamplingFlags, load_answer_config
+from nesa_node.cli.flags import OUTPUT, SAMPLING, Flags, ModelArgument
 from nesa_node.cli.interrupts import exit_on_interrupt
 from nesa_node.cli.prompt import check_utf8, read_prompt
 from nesa_node.core.errors import ConfigError
@@ -16,6 +16,7 @@ from nesa_node.core.errors import ConfigError
 if TYPE_CHECKING:
     from nesa_node.cli.text_generation import TimedAnswer
     from nesa_node.client.model.inference_session import InferenceSession
+    from nesa_node.core.settings.models import AnswerConfig
 
 
 def generate(
@@ -33,7 +34,7 @@ def generate(
         Parameter(group=OUTPUT, help="Use the chat template. [default: if the model has one]"),
     ] = None,
     sampling: SamplingFlags | None = None,
-    flags: AnswerFlags | None = None,
+    flags: Flags["AnswerConfig"] | None = None,
 ) -> int:
     """Answer PROMPT through the swarm: text is streamed to stdout, chain and speed go to stderr.
 
@@ -55,7 +56,7 @@ def generate(
         raise ConfigError("the prompt is empty: give it as an argument or on stdin")
 
     with exit_on_interrupt():
-        from nesa_node.cli.text_generation import SamplingSettings, encode_messages, generate_answer
+        from nesa_node.cli.text_generation import GenerationParams, encode_messages, generate_answer
 
     distributed, tokenizer = open_client_model(config)
     with distributed:
@@ -63,7 +64,7 @@ def generate(
         if template and tokenizer.chat_template is None:
             raise ConfigError(f"{config.model} has no chat template: leave --chat away")
         ids_1L = encode_messages(tokenizer, [{"role": "user", "content": text}], template=template)
-        options = SamplingSettings(max_new_tokens=max_new_tokens or 256, **chosen)
+        options = GenerationParams(max_new_tokens=max_new_tokens or 256, **chosen)
         length = ids_1L.shape[1] + options.max_new_tokens
         with distributed.inference_session(length, prompt=ids_1L) as session:
             result = generate_answer(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from nesa_node.cli.flags import OUTPUT, ClientFlags, load_command_config
+from nesa_node.cli.flags import OUTPUT, Flags, load_command_config
 from nesa_node.cli.interrupts import exit_on_interrupt
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def status(
         float | None,
         Parameter(group=OUTPUT, help="Repeat every so many seconds, 2 without a number."),
     ] = None,
-    flags: ClientFlags | None = None,
+    flags: Flags["ClientConfig"] | None = None,
 ) -> int:
     """Show the nodes of a swarm, their blocks and speeds, and unserved blocks.
 

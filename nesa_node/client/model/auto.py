@@ -22,11 +22,9 @@ from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.client.session.base import Connect, SwarmConnection
 from nesa_node.client.session.prefix import SALT_BYTES
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.settings.choices import Precision, RouteName, StrategyName
 from nesa_node.core.settings.models import (
     ClientConfig,
-    Precision,
-    RouteName,
-    StrategyName,
     default_cache_dir,
     default_decisions_path,
     secret_text,

@@ -13,8 +13,7 @@ from nesa_node.compression import tensors
 from nesa_node.compression.quality import EXACT, check_quality
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.settings.choices import Precision, StrategyName
-from nesa_node.core.settings.models import RouteName
+from nesa_node.core.settings.choices import Precision, RouteName, StrategyName
 from nesa_node.core.span import Span
 from nesa_node.swarm.protocol.messages import Mode, Prefix
 

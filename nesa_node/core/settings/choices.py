@@ -1,4 +1,4 @@
-"""Allowed values of settings. Apart from `models.py`, so that `--help` does not import pydantic."""
+"""Allowed values of settings. Imports no pydantic, unlike `models.py`."""
 
 from typing import Literal
 
@@ -23,3 +23,7 @@ SamplingDefaults = Literal["model", "openai"]
 """Source of a gateway's sampling defaults for requests without sampling parameters."""
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+FlagGroup = Literal[
+    "Swarm", "Model and device", "Orchestration", "Access", "Limits", "Sampling", "Output"
+]
+"""Headings of flags in `--help`."""

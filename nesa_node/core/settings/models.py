@@ -6,347 +6,351 @@ environment, TOML file, defaults. One file or environment can serve every comman
     SharedConfig        how to find the swarm, how to log
     ├── AccessConfig    `keys`; base of the settings of HTTP servers
     │   └── DashboardConfig `dashboard`
-    ├── ClientConfig    `generate`, `chat`, `status`, `doctor`
+    ├── ClientConfig    `status`, `doctor`, `eval`
+    │   ├── AnswerConfig    `generate`, `chat`
     │   └── GatewayConfig   `api`
     └── PeerConfig      `bootstrap`
         └── OrchestratorConfig  `orchestrate`
             └── NodeConfig      `run`
+
+`cli/flags.py` makes the flags of a command from the fields that `setting` declares.
 """
 
 from __future__ import annotations
 
 import os
-import re
-from ipaddress import ip_network
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SecretStr,
-    StringConstraints,
-    model_validator,
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from nesa_node.core.settings.choices import (
+    DtypeName,
+    FlagGroup,
+    LogFormat,
+    LogLevel,
+    PlacementGoal,
+    Precision,
+    QuantType,
+    RouteName,
+    SamplingDefaults,
+    StrategyName,
 )
-
-from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import PeerId
-from nesa_node.core.settings.choices import DtypeName as DtypeName
-from nesa_node.core.settings.choices import LogFormat as LogFormat
-from nesa_node.core.settings.choices import LogLevel as LogLevel
-from nesa_node.core.settings.choices import PlacementGoal as PlacementGoal
-from nesa_node.core.settings.choices import Precision as Precision
-from nesa_node.core.settings.choices import QuantType as QuantType
-from nesa_node.core.settings.choices import RouteName as RouteName
-from nesa_node.core.settings.choices import SamplingDefaults as SamplingDefaults
-from nesa_node.core.settings.choices import StrategyName as StrategyName
+from nesa_node.core.settings.field_types import (
+    AnnouncedAddresses,
+    ApiKeyText,
+    BlockCount,
+    BlockRange,
+    CollectorUrl,
+    DeviceName,
+    FilePath,
+    Gibibytes,
+    HostNames,
+    HttpAddressText,
+    ListenAddresses,
+    Location,
+    ModelName,
+    ModelNames,
+    Networks,
+    NonNegativeInt,
+    Origins,
+    PeerAddresses,
+    PeerIds,
+    PositiveInt,
+    PublicName,
+    Seconds,
+    Secret,
+    ValueFormat,
+)
 from nesa_node.core.settings.http_address import HttpAddress
-from nesa_node.core.settings.peer_address import check_dialable, to_multiaddress
-from nesa_node.core.settings.user_file import read_limited, user_path
-from nesa_node.core.span import Span
-
-MIN_API_KEY_CHARS = 8
-MAX_API_KEY_CHARS = 512
-_MAX_SECRET_CHARS = 65_536
-_HEADER_PATTERN = re.compile(r"[!-~]+")
-
-
-def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/nesa-node`, by default `~/.cache/nesa-node`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or user_path("~/.cache")) / "nesa-node"
-
-
-def default_decisions_path() -> Path:
-    """`$XDG_STATE_HOME/nesa-node/decisions.db`, by default under `~/.local/state`."""
-    return _state_dir() / "decisions.db"
-
-
-def default_snapshots_dir() -> Path:
-    """`$XDG_STATE_HOME/nesa-node/snapshots`, by default under `~/.local/state`."""
-    return _state_dir() / "snapshots"
-
-
-def default_keys_path() -> Path:
-    """`$XDG_STATE_HOME/nesa-node/keys.json`, by default under `~/.local/state`."""
-    return _state_dir() / "keys.json"
-
-
-def default_known_swarms_dir() -> Path:
-    """`$XDG_STATE_HOME/nesa-node/swarms`, by default under `~/.local/state`."""
-    return _state_dir() / "swarms"
-
-
-def _state_dir() -> Path:
-    base = Path(os.environ.get("XDG_STATE_HOME") or user_path("~/.local/state"))
-    return base / "nesa-node"
-
-
-def default_identity_path() -> Path:
-    """`$XDG_CONFIG_HOME/nesa-node/identity.key`, by default under `~/.config`."""
-    base = Path(os.environ.get("XDG_CONFIG_HOME") or user_path("~/.config"))
-    return base / "nesa-node" / "identity.key"
-
-
-def _split_list(value: object) -> object:
-    """Split a list that an environment variable holds as text, at commas or white space."""
-    return value.replace(",", " ").split() if isinstance(value, str) else value
-
-
-def _read_address(value: object) -> object:
-    """Convert `host:port` to a multiaddress; its peer id is looked up on joining the swarm."""
-    if not isinstance(value, str):
-        return value
-    address = to_multiaddress(value)
-    check_dialable(address)
-    return address
-
-
-def _read_span(value: object) -> object:
-    if isinstance(value, str):
-        try:
-            return Span.parse(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-    return value
-
-
-def _read_secret(value: object) -> object:
-    """Replace `@PATH` by the content of that file: arguments are visible in process lists.
-
-    Strips white space, such as the line break at a file's end.
-    """
-    if isinstance(value, str) and value.startswith("@"):
-        try:
-            value = read_limited(user_path(value[1:]), _MAX_SECRET_CHARS)
-        except OSError as error:
-            raise ValueError(f"cannot read {value[1:]}: {error.strerror}") from None
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-    if isinstance(value, str) and not (value := value.strip()):
-        raise ValueError("it is empty")
-    return value
-
-
-def _check_api_key(value: SecretStr) -> SecretStr:
-    """Check that an HTTP header can carry the key and that it is too long to guess."""
-    text = value.get_secret_value()
-    if not MIN_API_KEY_CHARS <= len(text) <= MAX_API_KEY_CHARS or not _HEADER_PATTERN.fullmatch(
-        text
-    ):
-        raise ValueError(
-            f"it must have {MIN_API_KEY_CHARS} to {MAX_API_KEY_CHARS} printable ASCII characters "
-            "and no space"
-        )
-    return value
-
-
-def _read_http_address(value: object) -> object:
-    if isinstance(value, str):
-        try:
-            return str(HttpAddress.parse(value))
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-    return value
-
-
-def _check_network(value: str) -> str:
-    return str(ip_network(value, strict=False))
-
-
-def _reject_bool(value: object) -> object:
-    """Reject booleans where a number is wanted: Python counts `True` as 1."""
-    if isinstance(value, bool):
-        raise ValueError("a number is needed, not true or false")
-    return value
-
-
-def _expand_home(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return user_path(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-
-
-def _read_location(value: object) -> object:
-    """Split `52.5,13.4`; a TOML file may also have a list of two numbers."""
-    return tuple(value.split(",")) if isinstance(value, str) else value
-
-
-HOST_NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9-]+)*$"
-ORIGIN_PATTERN = r"^[a-z][a-z0-9+.-]*://[^/\s*,]+$"
-"""Scheme, host and optional port, as browsers send it; no path, and no `*`."""
-
-Location = tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]]
-HttpAddressText = Annotated[str, BeforeValidator(_read_http_address)]
-FilePath = Annotated[Path, BeforeValidator(_expand_home)]
-Secret = Annotated[SecretStr, BeforeValidator(_read_secret)]
-ApiKeyText = Annotated[Secret, AfterValidator(_check_api_key)]
-PositiveInt = Annotated[int, BeforeValidator(_reject_bool), Field(ge=1)]
-PositiveFloat = Annotated[float, BeforeValidator(_reject_bool), Field(gt=0, allow_inf_nan=False)]
-# Shorter intervals would keep a core busy; Python's threads cannot wait longer than 9.2e9 s.
-Seconds = Annotated[
-    float, BeforeValidator(_reject_bool), Field(ge=0.01, le=1e9, allow_inf_nan=False)
-]
-PeerAddress = Annotated[
-    str,
-    BeforeValidator(_read_address),
-    StringConstraints(
-        max_length=512,
-        pattern=r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp/[0-9]{1,5}|(tcp|udp)/[0-9]{1,5}(/.+)?/p2p/[1-9A-HJ-NP-Za-km-z]+)$",
-    ),
-]
-ListenAddress = Annotated[
-    str,
-    StringConstraints(
-        max_length=512, pattern=r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp|udp)/[0-9]{1,5}(/.*)?$"
-    ),
-]
-DeviceName = Annotated[str, StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$")]
-PublicName = Annotated[
-    str, StringConstraints(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f]+$")
-]
-CollectorUrl = Annotated[str, StringConstraints(max_length=512, pattern=r"^https?://[^\s/?#]+/?$")]
-PeerAddresses = Annotated[tuple[PeerAddress, ...], BeforeValidator(_split_list)]
-ListenAddresses = Annotated[tuple[ListenAddress, ...], BeforeValidator(_split_list)]
-PeerIds = Annotated[tuple[PeerId, ...], BeforeValidator(_split_list)]
-ModelNames = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_split_list)
-]
-HostNames = Annotated[
-    tuple[
-        Annotated[str, StringConstraints(to_lower=True, max_length=253, pattern=HOST_NAME_PATTERN)],
-        ...,
-    ],
-    BeforeValidator(_split_list),
-]
-Origins = Annotated[
-    tuple[Annotated[str, StringConstraints(max_length=300, pattern=ORIGIN_PATTERN)], ...],
-    BeforeValidator(_split_list),
-]
-Networks = Annotated[
-    tuple[Annotated[str, AfterValidator(_check_network)], ...], BeforeValidator(_split_list)
-]
+from nesa_node.core.settings.user_file import user_path
 
 MAX_RECORD_TTL_S = 600.0
 """Longest lifetime of a DHT record, in seconds: members of the DHT refuse longer ones."""
 
-EXPECTED_FORMATS = {
-    "model": "a local folder or the name of a model on the hub",
-    "initial_peers": "addresses like /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW... or 192.0.2.7:4001",
-    "host_maddrs": "addresses like /ip4/0.0.0.0/tcp/4001 (port 0: any free port)",
-    "announce_maddrs": "addresses like /ip4/192.0.2.7/tcp/4001",
-    "cache_dir": "a path",
-    "identity_path": "a path",
-    "decisions_path": "a path",
-    "snapshots_dir": "a path",
-    "keys_path": "a path",
-    "host_names": "names like gateway.example.org, without port",
-    "cors_origins": "origins like https://app.example.org, with nothing after the host",
-    "trusted_proxies": "IP addresses or networks like 10.0.0.0/8",
-    "ready_file": "a path",
-    "device": "auto, cpu, cuda, cuda:N or mps",
-    "num_blocks": 'a whole number of at least 1, or "auto"',
-    "block_indices": 'a half-open range like "0:10"',
-    "location": 'degrees of latitude and longitude like "52.5,13.4"',
-    "otel_endpoint": "an address like http://127.0.0.1:4318",
-    "public_name": "1 to 64 printable characters",
-}
-"""Expected formats, for fields where pydantic's error message would not explain them."""
+
+def default_cache_dir() -> Path:
+    return _user_dir("XDG_CACHE_HOME", "~/.cache")
+
+
+def default_decisions_path() -> Path:
+    return _state_dir() / "decisions.db"
+
+
+def default_snapshots_dir() -> Path:
+    return _state_dir() / "snapshots"
+
+
+def default_keys_path() -> Path:
+    return _state_dir() / "keys.json"
+
+
+def default_known_swarms_dir() -> Path:
+    return _state_dir() / "swarms"
+
+
+def default_identity_path() -> Path:
+    return _user_dir("XDG_CONFIG_HOME", "~/.config") / "identity.key"
+
+
+def _state_dir() -> Path:
+    return _user_dir("XDG_STATE_HOME", "~/.local/state")
+
+
+def _user_dir(variable: str, default: str) -> Path:
+    """Our folder in that of the XDG base directory specification."""
+    return Path(os.environ.get(variable) or user_path(default)) / "nesa-node"
+
+
+def setting(
+    default: object | Callable[[], object],
+    group: FlagGroup,
+    text: str,
+    *,
+    basic: bool = False,
+    default_text: str | None = None,
+    alias: str | None = None,
+) -> Any:
+    """A field that is a flag, too: `text` is its help, `group` its heading there.
+
+    `basic` flags are in the short help. `default_text` replaces the default that help shows.
+    """
+    flag = {"group": group, "basic": basic, "default_text": default_text, "alias": alias}
+    if callable(default):
+        return Field(default_factory=default, description=text, json_schema_extra=dict(flag))
+    return Field(default, description=text, json_schema_extra=dict(flag))
+
+
+def _log_level(default: LogLevel) -> Any:
+    return setting(default, "Output", "", basic=True, default_text="info for daemons, else warning")
+
+
+def _check_loopback(name: str, address: str | None, example: str, *, allowed: bool) -> None:
+    """Raise `ValueError` if other machines could reach an unprotected server at `address`."""
+    if address is None or HttpAddress.parse(address).is_loopback or allowed:
+        return
+    raise ValueError(
+        f"{name} {address} can be reached from other machines, without a password; give a loopback "
+        f"address such as {example}, or set {name}_beyond_loopback"
+    )
 
 
 class SharedConfig(BaseModel):
     """Settings of every command: how to find the swarm, where to compute, what to log."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, defer_build=True
+    )
+    trace_service: ClassVar[str] = "nesa-node"
+    file_help: ClassVar[str] = "TOML file with any of these settings."
 
-    initial_peers: PeerAddresses = ()
-    swarm_key: Secret | None = None
-    cache_dir: FilePath = Field(default_factory=default_cache_dir)
-    token: Secret | None = None
-    device: DeviceName = "auto"
-    torch_dtype: DtypeName = "auto"
-    revision: str | None = None
-    step_timeout_s: Seconds = 30
-    threads: Annotated[PositiveInt, Field(le=1024)] | None = None
-    log_format: LogFormat = "console"
-    log_level: LogLevel = "info"
-    otel_endpoint: CollectorUrl | None = None
+    initial_peers: PeerAddresses = setting(
+        (),
+        "Swarm",
+        "Members of the swarm: HOST:PORT or /ip4/IP/tcp/PORT/p2p/ID ... [default for clients: a "
+        "node of this machine, or the last swarm used]",
+        basic=True,
+    )
+    swarm_key: Secret | None = setting(
+        None, "Swarm", "Secret of a private swarm; @PATH reads it from a file.", basic=True
+    )
+    step_timeout_s: Seconds = setting(30, "Limits", "Longest wait for one step.")
+    torch_dtype: DtypeName = setting(
+        "auto", "Model and device", "Data type to compute in.", basic=True, alias="--dtype"
+    )
+    device: DeviceName = setting(
+        "auto", "Model and device", "auto, cpu, cuda or cuda:N.", basic=True
+    )
+    threads: Annotated[PositiveInt, Field(le=1024)] | None = setting(
+        None,
+        "Model and device",
+        "CPU threads for tensor work.",
+        basic=True,
+        default_text="what is fastest",
+    )
+    revision: Annotated[str, ValueFormat("REVISION")] | None = setting(
+        None, "Model and device", "Branch, tag or commit of a hub model."
+    )
+    token: Secret | None = setting(
+        None, "Model and device", "Hub token for gated models; @PATH reads it. [HF_TOKEN]"
+    )
+    cache_dir: FilePath = setting(
+        default_cache_dir,
+        "Model and device",
+        "Folder for downloads.",
+        default_text="~/.cache/nesa-node",
+    )
+    log_level: LogLevel = _log_level("info")
+    log_format: LogFormat = setting("console", "Output", "")
+    otel_endpoint: CollectorUrl | None = setting(
+        None, "Output", "Send traces to this OpenTelemetry collector: http://127.0.0.1:4318."
+    )
 
 
 class MetricsConfig(SharedConfig):
     """Settings of commands that export Prometheus metrics."""
 
-    metrics: HttpAddressText | None = None
-    metrics_beyond_loopback: bool = False
+    metrics: HttpAddressText | None = setting(
+        None,
+        "Output",
+        "Serve Prometheus metrics there, under /metrics: 127.0.0.1:9400.",
+        default_text="nowhere",
+    )
+    metrics_beyond_loopback: bool = setting(
+        False,
+        "Output",
+        "Allow --metrics at an address that other machines can read without a key.",
+    )
 
     @model_validator(mode="after")
     def _check_metrics_address(self) -> Self:
-        at = self.metrics
-        if at is None or HttpAddress.parse(at).is_loopback or self.metrics_beyond_loopback:
-            return self
-        raise ValueError(
-            f"metrics {at} can be reached from other machines, without a password; give a loopback "
-            "address such as 127.0.0.1:9400, or set metrics_beyond_loopback"
+        _check_loopback(
+            "metrics", self.metrics, "127.0.0.1:9400", allowed=self.metrics_beyond_loopback
         )
+        return self
 
 
 class AccessConfig(SharedConfig):
     """Access control of HTTP servers: keys, rate limits, host names, origins, proxies."""
 
-    api_key: ApiKeyText | None = None
-    keys_path: FilePath = Field(default_factory=default_keys_path)
-    allow_open: bool = False
-    requests_per_minute: PositiveInt | None = None
-    tokens_per_minute: PositiveInt | None = None
-    concurrent_requests: PositiveInt | None = None
-    max_request_bytes: PositiveInt = 8 * 2**20
-    cors_origins: Origins = ()
-    host_names: HostNames = ()
-    trusted_proxies: Networks = ()
+    api_key: ApiKeyText | None = setting(
+        None, "Access", "API key to accept; @PATH reads it from a file.", basic=True
+    )
+    keys_path: FilePath = setting(
+        default_keys_path,
+        "Access",
+        "File of `nesa-node keys`.",
+        default_text="~/.local/state/nesa-node/keys.json",
+    )
+    allow_open: bool = setting(
+        False, "Access", "Serve all clients that can reach the address, without a key."
+    )
+    requests_per_minute: PositiveInt | None = setting(
+        None, "Access", "Limit of requests for keys without their own.", default_text="none"
+    )
+    tokens_per_minute: PositiveInt | None = setting(
+        None, "Access", "The same for tokens of prompts and answers."
+    )
+    concurrent_requests: PositiveInt | None = setting(
+        None, "Access", "The same for concurrent requests."
+    )
+    max_request_bytes: PositiveInt = setting(8 * 2**20, "Access", "Largest body.")
+    cors_origins: Origins = setting(
+        (),
+        "Access",
+        "Allow requests of pages of this origin (https://app.example.org); may be repeated.",
+    )
+    host_names: HostNames = setting(
+        (), "Access", "Accept this host name, too: a LAN's or a proxy's; may be repeated."
+    )
+    trusted_proxies: Networks = setting(
+        (),
+        "Access",
+        "Trust X-Forwarded-For and -Proto of this IP address or network; may be repeated.",
+    )
 
 
 class ClientConfig(SharedConfig):
     """Settings of clients, which use a swarm without serving blocks."""
 
-    model: str | None = None
-    route: RouteName = "chain"
-    replicate_cache: bool = False
-    quality: str = "exact"
-    min_precision: Precision = "nf4"
-    strategy: StrategyName = "exact-latency"
-    reuse_prefix: bool = True
+    trace_service = "nesa-client"
+
+    model: ModelName | None = None
+    route: RouteName = setting(
+        "chain",
+        "Swarm",
+        "chain: nodes push to each other; star: all data passes this client.",
+        basic=True,
+    )
+    replicate_cache: bool = setting(
+        False, "Swarm", "Replicate each node's KV cache on a second node, for fast failover."
+    )
+    quality: Annotated[str, ValueFormat("QUALITY")] = setting(
+        "exact",
+        "Swarm",
+        "What compression may lose on slow links: exact, high, balanced, or a codec's name for "
+        "all links.",
+        basic=True,
+    )
+    min_precision: Precision = setting(
+        "nf4", "Swarm", "The coarsest weights that nodes may compute with: nf4, int8 or full."
+    )
+    strategy: StrategyName = setting("exact-latency", "Swarm", "How nodes are chosen.")
+    reuse_prefix: bool = setting(
+        True, "Swarm", "Reuse cached prefixes of earlier prompts on nodes."
+    )
     # Events at level info would appear between the words of a streamed answer.
-    log_level: LogLevel = "warning"
+    log_level: LogLevel = _log_level("warning")
+
+
+class AnswerConfig(ClientConfig):
+    """Settings of commands that answer prompts."""
+
+    file_help = "TOML file with any of these settings, except those of prompts and sampling."
 
 
 class DashboardConfig(AccessConfig):
     """Settings of the dashboard, a web page that shows a swarm."""
 
-    listen: HttpAddressText = "127.0.0.1:8080"
-    look_every_s: Seconds = 2.5
-    max_viewers: Annotated[PositiveInt, Field(le=1000)] = 16
+    listen: HttpAddressText = setting(
+        "127.0.0.1:8080", "Access", "Address of the page.", basic=True
+    )
+    look_every_s: Seconds = setting(2.5, "Output", "Seconds between two queries of the swarm.")
+    max_viewers: Annotated[PositiveInt, Field(le=1000)] = setting(
+        16, "Limits", "Most pages open at once."
+    )
+
+
+def _ready_file() -> Any:
+    return setting(None, "Output", "Write a JSON file there once it serves.")
 
 
 class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
     """Settings of a gateway: a client that serves OpenAI's API over HTTP."""
 
+    trace_service = "nesa-gateway"
+
     models: ModelNames = ()
-    listen: HttpAddressText = "127.0.0.1:8000"
+    listen: HttpAddressText = setting("127.0.0.1:8000", "Access", "Where to serve.", basic=True)
     # Linux' default hard limit of open files of one process is 1,048,576 (fs.nr_open).
-    max_connections: Annotated[PositiveInt, Field(le=1_000_000)] = 1024
-    max_new_tokens: PositiveInt | None = None
-    default_new_tokens: PositiveInt = 4096
-    discovered_disk_gib: PositiveFloat = 20
-    generation_config: SamplingDefaults = "model"
-    keepalive_s: Seconds = 10
-    grace_s: Seconds = 5
-    ready_file: FilePath | None = None
-    log_level: LogLevel = "info"
+    max_connections: Annotated[PositiveInt, Field(le=1_000_000)] = setting(
+        1024, "Limits", "Clients connected at once."
+    )
+    max_new_tokens: PositiveInt | None = setting(
+        None,
+        "Limits",
+        "Most tokens of an answer.",
+        basic=True,
+        default_text="what the context holds",
+    )
+    default_new_tokens: PositiveInt = setting(
+        4096,
+        "Limits",
+        "Most tokens of an answer if its request has no limit.",
+        default_text="4096, or what the context holds",
+    )
+    discovered_disk_gib: Gibibytes = setting(
+        20,
+        "Limits",
+        "Disk for models that are found without --model, in GiB; the least recently used are "
+        "deleted.",
+    )
+    generation_config: SamplingDefaults = setting(
+        "model",
+        "Sampling",
+        "Sampling defaults of requests: those of the model's generation_config.json, or OpenAI's "
+        "temperature of 1.",
+    )
+    keepalive_s: Seconds = setting(
+        10,
+        "Limits",
+        "Seconds between comments in an idle event stream. After 2 s a comment says what the "
+        "request waits for, and again when that changes.",
+    )
+    grace_s: Seconds = setting(5, "Limits", "Seconds to finish running answers on shutdown.")
+    ready_file: FilePath | None = _ready_file()
+    log_level: LogLevel = _log_level("info")
 
     @property
     def offered_models(self) -> tuple[str, ...]:
@@ -357,80 +361,171 @@ class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
 class PeerConfig(MetricsConfig):
     """Settings of a DHT member: reachable, with an identity that is kept across restarts."""
 
-    identity_path: FilePath = Field(default_factory=default_identity_path)
-    host_maddrs: ListenAddresses = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
-    announce_maddrs: ListenAddresses = ()
-    public_name: PublicName | None = None
-    ready_file: FilePath | None = None
-    nat_port_map: bool = False
-    auto_nat: bool = False
-    relay: bool = False
-    allow_peers: PeerIds = ()
-    deny_peers: PeerIds = ()
-    record_ttl_s: Annotated[Seconds, Field(ge=1, le=MAX_RECORD_TTL_S)] = 60
-    join_timeout_s: Seconds = 60
+    trace_service = "nesa-bootstrap"
+
+    identity_path: FilePath = setting(
+        default_identity_path,
+        "Swarm",
+        "Key file of this node.",
+        default_text="~/.config/nesa-node/identity.key",
+    )
+    host_maddrs: ListenAddresses = setting(
+        ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"), "Swarm", "Where to listen.", basic=True
+    )
+    announce_maddrs: AnnouncedAddresses = setting(
+        (), "Swarm", "Addresses to announce, if peers cannot dial those listened at (NAT)."
+    )
+    public_name: PublicName | None = setting(
+        None, "Swarm", "Name to show in the swarm's table.", basic=True
+    )
+    ready_file: FilePath | None = _ready_file()
+    nat_port_map: bool = setting(False, "Swarm", "Ask the router for a port by UPnP.")
+    auto_nat: bool = setting(
+        False, "Swarm", "Find out whether peers can dial this one, and traverse NATs."
+    )
+    relay: bool = setting(False, "Swarm", "Be reachable through relays.")
+    allow_peers: PeerIds = setting((), "Limits", "Serve only this peer id; may be repeated.")
+    deny_peers: PeerIds = setting((), "Limits", "Never serve this peer id; may be repeated.")
+    join_timeout_s: Seconds = setting(
+        60, "Swarm", "Seconds to wait for initial peers that do not run yet."
+    )
+    record_ttl_s: Annotated[Seconds, Field(ge=1, le=MAX_RECORD_TTL_S)] = setting(
+        60, "Limits", "Seconds until a crashed node is forgotten."
+    )
 
 
 class OrchestratorConfig(PeerConfig):
     """Settings of an orchestrator, which plans the placement of a model's blocks."""
 
-    model: str | None = None
-    allow_orchestrators: PeerIds = ()
-    orchestrate_every_s: Seconds = 30
-    learn_every_s: Annotated[Seconds, Field(ge=60)] = 3600
-    lease_ttl_s: Annotated[Seconds, Field(ge=1, le=120)] = 60
-    placement_goal: PlacementGoal = "latency"
-    replicas: Annotated[PositiveInt, Field(le=1000)] = 2
-    decisions_path: FilePath = Field(default_factory=default_decisions_path)
-    snapshots_dir: FilePath = Field(default_factory=default_snapshots_dir)
-    http: HttpAddressText | None = None
-    http_beyond_loopback: bool = False
+    trace_service = "nesa-orchestrator"
+
+    model: ModelName | None = None
+    allow_orchestrators: PeerIds = setting(
+        (),
+        "Orchestration",
+        "Follow these peer ids' placements without verifying the gain, and yield the lease only "
+        "to them; may be repeated.",
+    )
+    orchestrate_every_s: Seconds = setting(
+        30, "Orchestration", "Seconds between two planning rounds."
+    )
+    learn_every_s: Annotated[Seconds, Field(ge=60)] = setting(
+        3600,
+        "Orchestration",
+        "Seconds between two studies of the stored snapshots, which tune the greedy rule and "
+        "precompute schemas; each takes minutes of a processor.",
+    )
+    lease_ttl_s: Annotated[Seconds, Field(ge=1, le=120)] = setting(
+        60, "Orchestration", "Seconds until the lease of a crashed orchestrator expires."
+    )
+    placement_goal: PlacementGoal = setting("latency", "Orchestration", "latency or throughput.")
+    replicas: Annotated[PositiveInt, Field(le=1000)] = setting(
+        2, "Orchestration", "Replicas wanted of every block."
+    )
+    decisions_path: FilePath = setting(
+        default_decisions_path,
+        "Orchestration",
+        "File of decisions and their reasons, for `nesa-node explain`.",
+        default_text="~/.local/state/nesa-node/decisions.db",
+    )
+    snapshots_dir: FilePath = setting(
+        default_snapshots_dir,
+        "Orchestration",
+        "Folder for the swarm's snapshots, for `nesa-node simulate --replay FILE`.",
+        default_text="~/.local/state/nesa-node/snapshots",
+    )
+    http: HttpAddressText | None = setting(
+        None,
+        "Orchestration",
+        "Serve a page about the swarm there: 127.0.0.1:8080.",
+        basic=True,
+        default_text="nowhere",
+    )
+    http_beyond_loopback: bool = setting(
+        False,
+        "Orchestration",
+        "Allow --http at an address that other machines can read without a key.",
+    )
 
     @model_validator(mode="after")
     def _check_page_address(self) -> Self:
-        if (
-            self.http is None
-            or HttpAddress.parse(self.http).is_loopback
-            or self.http_beyond_loopback
-        ):
-            return self
-        raise ValueError(
-            f"http {self.http} can be reached from other machines, without a password; give a "
-            "loopback address such as 127.0.0.1:8080, or set http_beyond_loopback"
-        )
+        _check_loopback("http", self.http, "127.0.0.1:8080", allowed=self.http_beyond_loopback)
+        return self
 
 
 class NodeConfig(OrchestratorConfig):
     """Settings of a node: a daemon that serves a span of one model."""
 
-    model: str = Field(min_length=1)
-    api: HttpAddressText | None = None
-    orchestrator: bool = False
-    follow_every_s: Seconds = 15
-    num_blocks: PositiveInt | Literal["auto"] | None = None
-    quant_type: QuantType = "none"
-    block_indices: Annotated[Span, BeforeValidator(_read_span)] | None = None
-    attn_cache_tokens: PositiveInt | None = None
-    max_disk_gib: PositiveFloat | None = None
-    max_sessions_per_peer: PositiveInt = 64
-    max_cache_tokens_per_peer: PositiveInt | None = None
-    trusted_peers: PeerIds = ()
-    idle_timeout_s: Seconds = 600
-    drain_timeout_s: Seconds = 30
-    max_moves_per_hour: Annotated[int, BeforeValidator(_reject_bool), Field(ge=0)] = 4
-    move_pause_s: Seconds = 120
-    rebalance_every_s: Seconds = 60
-    ping_every_s: Seconds = 6
-    location: Annotated[Location, BeforeValidator(_read_location)] | None = None
+    trace_service = "nesa-node"
+
+    model: ModelName = Field(min_length=1)
+    api: HttpAddressText | None = setting(
+        None,
+        "Access",
+        "Serve OpenAI's API, too, in a process of its own: --api alone is 127.0.0.1:8000. Its "
+        "other settings are those of `nesa-node api`, from the environment or --config.",
+        basic=True,
+    )
+    orchestrator: bool = setting(
+        False,
+        "Orchestration",
+        "Also be a candidate for the orchestrator of this model.",
+        basic=True,
+    )
+    follow_every_s: Seconds = setting(
+        15, "Orchestration", "Seconds between two reads of published placements."
+    )
+    num_blocks: BlockCount | None = setting(
+        None,
+        "Model and device",
+        "Blocks to hold, or auto: as many as fit.",
+        basic=True,
+        default_text="auto",
+    )
+    quant_type: QuantType = setting(
+        "none", "Model and device", "Hold weights in 8 or 4.5 bits: none, int8 or nf4.", basic=True
+    )
+    block_indices: BlockRange | None = setting(
+        None, "Model and device", "Exactly these blocks, half-open: a:b.", basic=True
+    )
+    attn_cache_tokens: PositiveInt | None = setting(
+        None, "Limits", "Capacity of the KV cache in tokens."
+    )
+    max_disk_gib: Gibibytes | None = setting(
+        None, "Limits", "Largest download of model files, in GiB."
+    )
+    max_sessions_per_peer: PositiveInt = setting(64, "Limits", "")
+    max_cache_tokens_per_peer: PositiveInt | None = setting(
+        None, "Limits", "", default_text="half of the cache, or one of the longest session"
+    )
+    trusted_peers: PeerIds = setting(
+        (),
+        "Limits",
+        "Share cached prefixes between sessions of these peer ids; may be repeated.",
+        alias="--trust",
+    )
+    idle_timeout_s: Seconds = setting(600, "Limits", "Seconds until an idle session is closed.")
+    drain_timeout_s: Seconds = setting(30, "Limits", "Seconds to finish running steps on shutdown.")
+    max_moves_per_hour: NonNegativeInt = setting(
+        4, "Limits", "Most moves to another span per hour; none with --block-indices."
+    )
+    move_pause_s: Seconds = setting(120, "Limits", "Seconds between two moves.")
+    rebalance_every_s: Seconds = setting(
+        60, "Limits", "Seconds between checks for unserved blocks."
+    )
+    ping_every_s: Seconds = setting(6, "Swarm", "Seconds between two pings of other nodes.")
+    location: Location | None = setting(
+        None, "Swarm", "Position of this machine, as LATITUDE,LONGITUDE in degrees."
+    )
 
     @model_validator(mode="after")
-    def _check_span_choice(self) -> NodeConfig:
+    def _check_span_choice(self) -> Self:
         if self.block_indices is not None and self.num_blocks is not None:
             raise ValueError("num_blocks and block_indices exclude each other: give one of them")
         return self
 
     @model_validator(mode="after")
-    def _check_page_needs_orchestrator(self) -> NodeConfig:
+    def _check_page_needs_orchestrator(self) -> Self:
         if self.http is not None and not self.orchestrator:
             raise ValueError("http shows what an orchestrator sees: give orchestrator, too")
         return self

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.models import (
-    ALL_CONFIGS,
-    EXPECTED_FORMATS,
-    SECRET_FIELDS,
-    SharedConfig,
-)
+from nesa_node.core.settings.field_types import find_format
+from nesa_node.core.settings.models import ALL_CONFIGS, SECRET_FIELDS, SharedConfig
 from nesa_node.core.settings.user_file import read_limited, user_path
 
 ENV_PREFIX = "NESA_"
@@ -79,7 +76,7 @@ def load_config(
     try:
         return cls.model_validate(mine)
     except ValidationError as error:
-        raise ConfigError(_format_errors(error, given)) from None
+        raise ConfigError(_format_errors(error, given, cls.model_fields)) from None
 
 
 def flag_name(name: str) -> str:
@@ -132,27 +129,32 @@ def suggest_name(wrong: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _format_errors(error: ValidationError, given: Mapping[str, _GivenValue]) -> str:
+def _format_errors(
+    error: ValidationError, given: Mapping[str, _GivenValue], fields: Mapping[str, FieldInfo]
+) -> str:
     """Error message with one clause per wrong field. Never quotes a secret."""
     wrong: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False, include_context=False):
         name = str(detail["loc"][0]) if detail["loc"] else ""
         wrong.setdefault(name, []).append(detail)
-    return "; ".join(_format_field_errors(name, details, given) for name, details in wrong.items())
+    return "; ".join(
+        _format_field_errors(name, details, given.get(name), fields.get(name))
+        for name, details in wrong.items()
+    )
 
 
 def _format_field_errors(
-    name: str, details: list[ErrorDetails], given: Mapping[str, _GivenValue]
+    name: str, details: list[ErrorDetails], entry: _GivenValue | None, field: FieldInfo | None
 ) -> str:
     own = [d["msg"].removeprefix("Value error, ") for d in details if d["type"] == "value_error"]
-    if not name:
+    if field is None:
         return "; ".join(own)
-    if name not in given:
-        wanted = f": {EXPECTED_FORMATS[name]}" if name in EXPECTED_FORMATS else ""
-        return f"{flag_name(name)} is required{wanted}"
-    entry = given[name]
-    if name in EXPECTED_FORMATS:
-        reason = "; ".join((*own[:1], f"expected {EXPECTED_FORMATS[name]}"))
+    value_format = find_format(field)
+    expected = value_format and value_format.expected
+    if entry is None:
+        return f"{flag_name(name)} is required{f': {expected}' if expected else ''}"
+    if expected:
+        reason = "; ".join((*own[:1], f"expected {expected}"))
     elif own:
         reason = own[0]
     else:

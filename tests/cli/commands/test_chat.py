@@ -20,7 +20,7 @@ import torch
 from nesa_node.cli.app import run_command
 from nesa_node.cli.client_model import ReconnectingModel
 from nesa_node.cli.commands.chat import _Conversation
-from nesa_node.cli.text_generation import SamplingSettings
+from nesa_node.cli.text_generation import GenerationParams
 from nesa_node.core.errors import ContextLengthError, MissingBlocksError
 from nesa_node.core.known_swarms import KnownSwarmStore
 from nesa_node.core.settings.models import ClientConfig, default_known_swarms_dir
@@ -49,7 +49,7 @@ class _Talk(_Conversation):
     def __init__(self, max_length: int, answers: list[str | BaseException]) -> None:
         model: Any = None
         tokenizer: Any = _Words()
-        sampling = SamplingSettings(max_new_tokens=4)
+        sampling = GenerationParams(max_new_tokens=4)
         super().__init__(model, tokenizer, sampling, max_length, None, lambda: None)
         self._answers = answers
 
