@@ -22,7 +22,7 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 from cyclopts.help import DefaultFormatter
 
 from nesa_node import __version__
-from nesa_node.cli.argv import fill_default_api, repeat_list_flags, separate_prompt
+from nesa_node.cli.argv import rewrite_argv
 from nesa_node.cli.commands.chat import chat
 from nesa_node.cli.commands.daemons import api, bootstrap, dashboard, identity, orchestrate, run
 from nesa_node.cli.commands.demo import demo
@@ -32,7 +32,7 @@ from nesa_node.cli.commands.explain import explain
 from nesa_node.cli.commands.generate import generate
 from nesa_node.cli.commands.keys import keys
 from nesa_node.cli.commands.simulate import simulate
-from nesa_node.cli.commands.status import fill_watch_interval, status
+from nesa_node.cli.commands.status import status
 from nesa_node.cli.flags import FLAG_GROUPS, advanced_flags
 from nesa_node.cli.interrupts import INTERRUPTED_EXIT_CODE
 from nesa_node.cli.process_limits import as_memory_error, limit_openmp_spinning
@@ -155,8 +155,7 @@ def main() -> NoReturn:
 def run_command(argv: Sequence[str]) -> int:
     """Run one command line. Returns its exit code; expected errors become one line on stderr."""
     try:
-        tokens = separate_prompt(repeat_list_flags(fill_watch_interval(fill_default_api(argv))))
-        app.help_formatter, tokens = choose_help_formatter(tokens)
+        app.help_formatter, tokens = choose_help_formatter(rewrite_argv(argv))
         with report_waits():
             result = app(tokens, print_error=False, exit_on_error=False)
         sys.stdout.flush()

@@ -6,18 +6,33 @@ import re
 from collections.abc import Iterable, Sequence
 
 DEFAULT_API_ADDRESS = "127.0.0.1:8000"
+DEFAULT_WATCH_INTERVAL_S = "2"
 _API_ADDRESS_PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|localhost|[0-9.]+):[0-9]+")
 
 
-def fill_default_api(tokens: Sequence[str]) -> Sequence[str]:
-    """Insert the default address after an `--api` without one."""
+def rewrite_argv(argv: Sequence[str]) -> Sequence[str]:
+    """Apply all rewriting of this module."""
+    return separate_prompt(repeat_list_flags(fill_optional_values(argv)))
+
+
+def fill_optional_values(tokens: Sequence[str]) -> Sequence[str]:
+    """Insert the default address after an `--api` without one, and the interval after `--watch`."""
     filled: list[str] = []
-    for at, token in enumerate(tokens):
+    for token, following in zip(tokens, (*tokens[1:], ""), strict=False):
         filled.append(token)
-        following = tokens[at + 1] if at + 1 < len(tokens) else ""
         if token == "--api" and not _API_ADDRESS_PATTERN.fullmatch(following):
             filled.append(DEFAULT_API_ADDRESS)
+        elif token == "--watch" and not _is_number(following):
+            filled.append(DEFAULT_WATCH_INTERVAL_S)
     return filled
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 _LIST_FLAGS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})

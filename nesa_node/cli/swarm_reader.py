@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nesa_node.core.settings.models import ClientConfig
+from nesa_node.core.settings.models import ClientConfig, SharedConfig, secret_text
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.swarm.dht.member import FETCH_TIMEOUT_S
 from nesa_node.swarm.dht.records import NodeRecord
@@ -41,13 +42,13 @@ async def read_records(swarm: Swarm) -> SwarmReading:
 
 
 @asynccontextmanager
-async def open_reader(config: ClientConfig) -> AsyncIterator[Swarm]:
+async def open_reader(config: SharedConfig) -> AsyncIterator[Swarm]:
     """Join the DHT as a client with an ephemeral identity. Raises `BootstrapError`."""
-    with tempfile.TemporaryDirectory(prefix="nesa-reader-") as folder:
+    with await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="nesa-reader-") as folder:
         async with open_swarm(
             Identity.ephemeral(Path(folder)),
             initial_peers=config.initial_peers,
-            swarm_key=config.swarm_key.get_secret_value() if config.swarm_key else None,
+            swarm_key=secret_text(config.swarm_key),
             listen=False,
         ) as swarm:
             yield swarm

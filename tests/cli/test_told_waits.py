@@ -63,7 +63,7 @@ def test_simulate_tells_of_its_planners(
     ("module", "work", "words"),
     [
         (opening, "load_tokenizer", "the tokenizer to be loaded"),
-        (client_model, "load_ends", "embedding and head to be loaded"),
+        (client_model, "load_embedder_and_head", "embedding and head to be loaded"),
     ],
     ids=["tokenizer", "ends"],
 )

@@ -32,7 +32,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.known_swarms import KnownSwarmStore
-from nesa_node.core.settings.models import ClientConfig, default_known_swarms_dir
+from nesa_node.core.settings.models import ClientConfig, default_known_swarms_dir, secret_text
 from nesa_node.swarm.dht.sealing import CLOCK_SKEW_S
 
 FindingLevel = Literal["ok", "warn", "fail"]
@@ -154,7 +154,6 @@ def worst_level(findings: Sequence[Finding]) -> FindingLevel:
 
 
 _MIB_BYTES = 2**20
-_GIB = 2**30
 _ASSUMED_CACHE_TOKENS = 8192
 _DIAL_TIMEOUT_S = 10.0
 _REACH_ADVICE = "check that the node runs, its address and port, and firewalls between"
@@ -266,7 +265,7 @@ def check_model(config: ClientConfig, model: str) -> Iterator[Finding]:
         checkpoint = open_checkpoint(
             model,
             revision=config.revision,
-            token=config.token.get_secret_value() if config.token else None,
+            token=secret_text(config.token),
             cache_dir=config.cache_dir,
         )
         dtype = checkpoint.resolve_dtype(config.torch_dtype)
@@ -285,5 +284,5 @@ def check_model(config: ClientConfig, model: str) -> Iterator[Finding]:
         f" in {str(dtype).removeprefix('torch.')} beside {tokens} tokens of cache"
         f" ({fit.bytes_per_block / _MIB_BYTES:.0f} + "
         f"{fit.cache_bytes_per_block / _MIB_BYTES:.0f} MiB each,"
-        f" {fit.free_bytes / _GIB:.1f} GiB free)",
+        f" {fit.free_bytes / _GIB_BYTES:.1f} GiB free)",
     )

@@ -248,6 +248,7 @@ def _open_checkpoint(
     """Open checkpoint and tokenizer, and return a config that names the model."""
     from transformers.utils import logging as transformers_logging
 
+    from nesa_node.core.settings.models import secret_text
     from nesa_node.engine.kernels.threads import fix_threads
     from nesa_node.engine.weights.demo_model import demo_model_path
     from nesa_node.engine.weights.hub import open_checkpoint
@@ -262,7 +263,7 @@ def _open_checkpoint(
     checkpoint = open_checkpoint(
         config.model,
         revision=config.revision,
-        token=config.token.get_secret_value() if config.token else None,
+        token=secret_text(config.token),
         cache_dir=config.cache_dir,
     )
     return checkpoint, load_tokenizer(checkpoint.fetch_side_files()), config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +14,6 @@ from nesa_node.cli.interrupts import exit_on_interrupt
 
 if TYPE_CHECKING:
     from nesa_node.core.settings.models import ClientConfig
-
-DEFAULT_WATCH_INTERVAL_S = 2
 
 
 def status(
@@ -95,21 +92,3 @@ def _watch_status(config: ClientConfig, every_s: float, *, as_json: bool) -> int
             with open_watch_table(config.model) as show:
                 asyncio.run(watch_swarm(config, every_s, show))
     return 0
-
-
-def fill_watch_interval(argv: Sequence[str]) -> list[str]:
-    """Insert the default interval after a `--watch` without one."""
-    filled: list[str] = []
-    for at, token in enumerate(argv):
-        filled.append(token)
-        if token == "--watch" and not _is_number(argv[at + 1] if at + 1 < len(argv) else ""):
-            filled.append(f"{DEFAULT_WATCH_INTERVAL_S:g}")
-    return filled
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

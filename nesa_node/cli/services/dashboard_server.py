@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
-
 from nesa_node.cli.client_model import save_last_swarm
+from nesa_node.cli.swarm_reader import open_reader
 from nesa_node.core.settings.http_address import HttpAddress
-from nesa_node.core.settings.models import DashboardConfig, SharedConfig, secret_text
+from nesa_node.core.settings.models import DashboardConfig
 from nesa_node.dashboard.app import Dashboard, make_app
 from nesa_node.server.node.shutdown import Shutdown, stop_signals
-from nesa_node.swarm.node import Swarm, open_swarm
-from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.web.server import serve_authenticated
 
 PUBLIC_PATHS = ("/healthz",)
@@ -32,7 +25,7 @@ async def serve_dashboard(config: DashboardConfig) -> None:
     address = HttpAddress.parse(config.listen)
     with stop_signals() as stopping:
         async with (
-            open_observer(config) as swarm,
+            open_reader(config) as swarm,
             serve_authenticated(
                 make_app(page), config, address, public=PUBLIC_PATHS, max_connections=connections
             ) as found,
@@ -41,20 +34,3 @@ async def serve_dashboard(config: DashboardConfig) -> None:
             save_last_swarm(config)
             print(f"nesa-node dashboard listens on http://{found}/", flush=True)
             await Shutdown(stopping, swarm).wait()
-
-
-@asynccontextmanager
-async def open_observer(config: SharedConfig) -> AsyncIterator[Swarm]:
-    """Join the swarm as a client with an ephemeral identity.
-
-    Raises `BootstrapError` if none of the initial peers answers.
-    """
-    folder = await asyncio.to_thread(tempfile.TemporaryDirectory, prefix="nesa-onlooker-")
-    with folder as name:
-        async with open_swarm(
-            Identity.ephemeral(Path(name)),
-            initial_peers=config.initial_peers,
-            swarm_key=secret_text(config.swarm_key),
-            listen=False,
-        ) as swarm:
-            yield swarm

@@ -12,7 +12,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nesa_node.cli.services.local_swarm import LocalNode, stop_processes
+from nesa_node.cli.services.local_swarm import (
+    LocalNode,
+    log_tail,
+    start_process,
+    stop_processes,
+)
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.settings.http_address import HttpAddress
 from nesa_node.core.wait_tracking import track_wait
@@ -36,15 +41,7 @@ def serve_until_stopped(
     command += ["--model", str(model), "--initial-peers", *initial_peers, "--threads", "1"]
     command += ["--torch-dtype", "float32", "--ready-file", str(ready)]
     command += ["--listen", str(_choose_address()), "--keys-path", str(folder / "keys.json")]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C in the terminal must reach this process only, which stops the gateway first.
-            start_new_session=True,
-        )
+    process = start_process(command, log_path, stdin=subprocess.PIPE)
     try:
         url = _wait_until_serving(process, ready, log_path)
         print(_usage_text(url, model.name, question, nodes), flush=True)
@@ -53,7 +50,7 @@ def serve_until_stopped(
             for line in supervisor.poll():
                 print(line, flush=True)
             time.sleep(_POLL_INTERVAL_S)
-        raise SwarmError(f"the gateway has ended:\n{_log_tail(log_path)}")
+        raise SwarmError(f"the gateway has ended:\n{log_tail(log_path)}")
     finally:
         stop_processes([process])
         if process.stdin is not None:
@@ -119,7 +116,7 @@ def _wait_until_serving(process: subprocess.Popen[bytes], ready: Path, log_path:
     with track_wait("the gateway to serve", limit_s=_START_TIMEOUT_S):
         while not ready.exists():
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SwarmError(f"the gateway did not come to serve:\n{_log_tail(log_path)}")
+                raise SwarmError(f"the gateway did not come to serve:\n{log_tail(log_path)}")
             time.sleep(_POLL_INTERVAL_S)
     url: str = json.loads(ready.read_text(encoding="utf-8"))["url"]
     return url
@@ -147,8 +144,3 @@ def _kill_commands(nodes: Sequence[LocalNode]) -> str:
     names = " and ".join(node.name for node in spare)
     kills = "".join(f"  kill -9 {node.process.pid}   # {node.name}\n" for node in spare)
     return f"  {names} hold the same blocks: an answer goes on where one is killed\n\n{kills}\n"
-
-
-def _log_tail(path: Path, lines: int = 15) -> str:
-    text = path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
-    return "\n".join(f"  {line}" for line in text)

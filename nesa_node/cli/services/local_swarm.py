@@ -119,22 +119,30 @@ def _launch_node(
     command += ["--block-indices", str(span), "--public-name", name, "--host-maddrs", listen]
     command += ["--identity-path", str(folder / f"{name}.key"), "--ready-file", str(ready_file)]
     started = time.time()
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [*command, *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=_environment_without_settings() | dict(environment or {}),
-            # Ctrl-C in the terminal must reach this process only, which stops the daemons in order.
-            start_new_session=True,
-        )
+    # NESA_* settings are for the user's own daemons.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("NESA_")}
+    process = start_process([*command, *flags], log_path, environment=own | dict(environment or {}))
     return StartingNode(name, process, ready_file, log_path, started, tuple(command))
 
 
-def _environment_without_settings() -> dict[str, str]:
-    """This process's environment without NESA_* settings, which are for the user's own daemons."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("NESA_")}
+def start_process(
+    command: Sequence[str],
+    log_path: Path,
+    *,
+    stdin: int = subprocess.DEVNULL,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process that writes its output to `log_path`."""
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            # Ctrl-C in the terminal must reach this process only: it stops its children in order.
+            start_new_session=True,
+        )
 
 
 def wait_until_serving(node: StartingNode, deadline: float) -> LocalNode:
@@ -142,9 +150,9 @@ def wait_until_serving(node: StartingNode, deadline: float) -> LocalNode:
         while not node.ready_file.exists():
             if node.process.poll() is not None:
                 words = f"ended with exit code {node.process.returncode} instead of serving"
-                raise SwarmError(f"{node.name} {words}:\n{_log_tail(node.log_path)}")
+                raise SwarmError(f"{node.name} {words}:\n{log_tail(node.log_path)}")
             if time.monotonic() > deadline:
-                raise SwarmError(f"{node.name} did not come to serve:\n{_log_tail(node.log_path)}")
+                raise SwarmError(f"{node.name} did not come to serve:\n{log_tail(node.log_path)}")
             time.sleep(_POLL_INTERVAL_S)
     ready = json.loads(node.ready_file.read_text(encoding="utf-8"))
     return LocalNode(
@@ -160,7 +168,7 @@ def wait_until_serving(node: StartingNode, deadline: float) -> LocalNode:
     )
 
 
-def _log_tail(path: Path, lines: int = 15) -> str:
+def log_tail(path: Path, lines: int = 15) -> str:
     with path.open(encoding="utf-8", errors="replace") as log:
         return "  " + "  ".join(deque(log, maxlen=lines)).rstrip()
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from nesa_node.cli.app import run_command
-from nesa_node.cli.argv import fill_default_api
+from nesa_node.cli.argv import fill_optional_values
 from nesa_node.cli.services.gateway_process import make_gateway_runner
 from nesa_node.core.errors import AddressInUseError
 from nesa_node.core.settings.models import NodeConfig
@@ -95,14 +95,19 @@ def test_a_gateway_ends_with_its_node_however_that_ends(model: Path, tmp_path: P
 
 
 def test_an_address_after_api_may_be_left_away() -> None:
-    assert list(fill_default_api(["run", "m", "--api"])) == ["run", "m", "--api", "127.0.0.1:8000"]
-    assert list(fill_default_api(["run", "--api", "[::1]:80", "m"])) == [
+    assert list(fill_optional_values(["run", "m", "--api"])) == [
+        "run",
+        "m",
+        "--api",
+        "127.0.0.1:8000",
+    ]
+    assert list(fill_optional_values(["run", "--api", "[::1]:80", "m"])) == [
         "run",
         "--api",
         "[::1]:80",
         "m",
     ]
-    assert list(fill_default_api(["run", "--api", "model"]))[-2:] == ["127.0.0.1:8000", "model"]
+    assert list(fill_optional_values(["run", "--api", "model"]))[-2:] == ["127.0.0.1:8000", "model"]
 
 
 def test_an_address_that_others_reach_needs_a_key(

@@ -147,7 +147,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line() -> None:
     code = (
         "from nesa_node.cli.commands.chat import _Conversation as C;"
         "talk = C(None, None, None, 64, None, print);"
-        "talk._turn = lambda line, **_: print('told', line);"
+        "talk._run_turn = lambda line, **_: print('told', line);"
         "talk.run()"
     )
     ours, theirs = pty.openpty()

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from nesa_node.cli.app import run_command
-from nesa_node.cli.commands.status import fill_watch_interval
+from nesa_node.cli.argv import fill_optional_values
 from nesa_node.cli.views.swarm import DepartedNode, group_by_model, make_console, render_models
 from nesa_node.cli.views.swarm_watch import SHOW_DEPARTED_S, DepartureTracker
 from nesa_node.swarm.dht.records import NodeRecord
@@ -78,13 +78,13 @@ def test_lost_nodes_of_a_model_that_nobody_serves_any_more_are_shown() -> None:
 
 
 def test_watch_needs_no_number_but_a_sensible_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fill_watch_interval(["status", "--watch", "--json"]) == [
+    assert fill_optional_values(["status", "--watch", "--json"]) == [
         "status",
         "--watch",
         "2",
         "--json",
     ]
-    assert fill_watch_interval(["status", "--watch", "0.5"]) == ["status", "--watch", "0.5"]
+    assert fill_optional_values(["status", "--watch", "0.5"]) == ["status", "--watch", "0.5"]
     peer = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
     assert run_command(["status", "--watch", "0.01", "--initial-peers", peer]) == 2
     assert "--watch 0.01" in capsys.readouterr().err
