@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from nesa_node.compression.quality import codec_names
+from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.choices import QuantType
@@ -41,11 +42,6 @@ _VOLATILE_FIELDS = {
 }
 """Fields that differ each time and are not compared; `load` and links are compared with less
 precision."""
-DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +82,7 @@ class Announcer:
         sent_bytes: Counter[str] | None = None,
         measured_links: Callable[[], Sequence[MeasuredLink]] = tuple,
     ) -> None:
-        """`sent_bytes` counts bytes of hidden states by codec. It and `measured` are read for every
-        record.
-        """
+        """`sent_bytes` counts bytes of hidden states by codec; both are read for every record."""
         self.throughput = SpanThroughput(0.0, 0.0)
         self.capacity: Callable[[], Capacity] = Capacity
         self.is_movable: Callable[[], bool] = bool

@@ -279,46 +279,43 @@ async def _run_services(
         shutdown=Shutdown(stopping, swarm),
     )
     peer_id = PeerId(swarm.identity.peer_id)
-    measuring = probe_rtts(
-        swarm,
-        served.model_id,
-        facts.num_blocks,
-        random.Random(peer_id),
-        ping_interval_s=config.ping_every_s,
-    )
+    of_model = (swarm, served.model_id, facts.num_blocks)
     swarm.directory.set_num_blocks(served.model_id, facts.num_blocks)
-    background = [asyncio.create_task(announcer.run()), asyncio.create_task(measuring)]
-    looking = warn_of_other_copies(swarm.directory, served.model_id)
-    background.append(asyncio.create_task(looking))
-    obedience = make_placement_filter(
+    placement_filter = make_placement_filter(
         config, peer_id, num_blocks=facts.num_blocks, max_blocks=facts.max_blocks
     )
+    services = [
+        announcer.run(),
+        probe_rtts(*of_model, random.Random(peer_id), ping_interval_s=config.ping_every_s),
+        warn_of_other_copies(swarm.directory, served.model_id),
+    ]
     if not move_limiter.pinned:
-        watching = fill_holes(
-            partial(fetch_snapshot, served, swarm),
-            peer_id,
-            move_limiter,
-            every_s=config.rebalance_every_s,
-            rng=random.Random(),
-        )
-        background.append(asyncio.create_task(watching))
-        following = run_follower(
-            config, swarm, served.model_id, obedience, move_limiter, num_blocks=facts.num_blocks
-        )
-        background.append(asyncio.create_task(following))
+        look, every_s = partial(fetch_snapshot, served, swarm), config.rebalance_every_s
+        services += [
+            fill_holes(look, peer_id, move_limiter, every_s=every_s, rng=random.Random()),
+            run_follower(
+                config,
+                swarm,
+                served.model_id,
+                placement_filter,
+                move_limiter,
+                num_blocks=facts.num_blocks,
+            ),
+        ]
     if config.orchestrator:
-        planning = orchestrate(
-            config,
-            swarm,
-            served.model_id,
-            distrusted=obedience.distrusted,
-            on_history=on_history,
-            metric_sources=metric_sources,
+        services.append(
+            orchestrate(
+                config,
+                swarm,
+                served.model_id,
+                distrusted=placement_filter.distrusted,
+                on_history=on_history,
+                metric_sources=metric_sources,
+            )
         )
-        background.append(asyncio.create_task(planning))
-    of_model = (swarm, served.model_id, facts.num_blocks)
     if metric_sources is not None:
-        background.append(asyncio.create_task(refresh_directory(*of_model)))
+        services.append(refresh_directory(*of_model))
+    tasks = [asyncio.create_task(service) for service in services]
     sources = metric_sources or MetricRegistry()
     try:
         with sources.registered(
@@ -328,9 +325,9 @@ async def _run_services(
         ):
             await spans.run()
     finally:
-        for task in background:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await _withdraw(swarm)
 
 

@@ -120,29 +120,29 @@ class MoveLimiter:
 
     def request_move(self, span: Span, reason: str) -> MoveRequest:
         """Request a move to `span`; `reason` is for the log."""
-        wish = MoveRequest(span, reason, self.outcomes)
+        request = MoveRequest(span, reason, self.outcomes)
         refusal = self.refusal
         if refusal is not None:
-            wish.settle(refusal)
-            return wish
+            request.settle(refusal)
+            return request
         if self._pending is not None:
             self._pending.settle("superseded")
-        self._pending = wish
+        self._pending = request
         self._has_request.set()
-        return wish
+        return request
 
     async def next_request(self) -> MoveRequest:
         """Wait for a request that may be granted now; the caller settles it."""
         while True:
             await self._has_request.wait()
             self._has_request.clear()
-            wish, self._pending = self._pending, None
-            assert wish is not None
+            request, self._pending = self._pending, None
+            assert request is not None
             refusal = self.refusal
             if refusal is None:
-                self._granted = wish
-                return wish
-            wish.settle(refusal)
+                self._granted = request
+                return request
+            request.settle(refusal)
 
     def record_start(self) -> None:
         """Count a move that begins."""
@@ -155,9 +155,9 @@ class MoveLimiter:
     def close(self) -> None:
         """Grant no more requests; unsettled ones get the outcome "ended"."""
         self._closed = True
-        for wish in (self._pending, self._granted):
-            if wish is not None:
-                wish.settle("ended")
+        for request in (self._pending, self._granted):
+            if request is not None:
+                request.settle("ended")
 
 
 HOLE_CHECK_JITTER = (0.8, 1.2)

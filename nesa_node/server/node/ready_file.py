@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.span import Span
-from nesa_node.server.node.announcer import DTYPE_NAMES
 from nesa_node.server.node.node_model import NodeModel
 from nesa_node.swarm.node import Swarm
 

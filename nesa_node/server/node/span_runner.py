@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.errors import (
     InsufficientMemoryError,
     NesaError,
@@ -24,7 +25,7 @@ from nesa_node.core.settings.models import NodeConfig
 from nesa_node.core.span import Span
 from nesa_node.engine.model.devices import release_memory
 from nesa_node.engine.model.throughput import SpanThroughput
-from nesa_node.server.node.announcer import DTYPE_NAMES, Announcer, Capacity
+from nesa_node.server.node.announcer import Announcer, Capacity
 from nesa_node.server.node.invitation import print_invitation
 from nesa_node.server.node.move_limiter import MoveLimiter, MoveOutcome, MoveRequest
 from nesa_node.server.node.node_model import NodeModel
@@ -151,18 +152,21 @@ class SpanRunner:
                 self.config, self.served, self.swarm, self.scheduler, span, self.refusals
             )
             try:
-                part = await self.shutdown.run_until_shutdown(stack.enter_async_context(opening))
+                served_span = await self.shutdown.run_until_shutdown(
+                    stack.enter_async_context(opening)
+                )
             except Exception as error:
                 # Any error, as torch has its own: the old span could be loaded.
                 if self._move is None or span == self._move.old_span:
                     raise
                 return self._fall_back(self._move, error)
-            if part is None:
+            if served_span is None:
                 return None
-            self.announcer.throughput, self.announcer.capacity = part.throughput, part.capacity
-            self.served_span = part
+            self.announcer.throughput = served_span.throughput
+            self.announcer.capacity = served_span.capacity
+            self.served_span = served_span
             try:
-                return await self._serve(part)
+                return await self._serve(served_span)
             finally:
                 # Drop the reference, so that its memory is freed.
                 self._past_prefix_tokens, self.served_span = self.prefix_tokens(), None
@@ -180,28 +184,28 @@ class SpanRunner:
                 async with keep_speed_current(
                     served_span.blocks, self.scheduler.executor, self.announcer
                 ):
-                    wish = await self._next_move(served_span)
-            if wish is None:
+                    request = await self._next_move(served_span)
+            if request is None:
                 await self.announcer.announce("draining", span)
                 await served_span.server.drain(drain_s)
                 return None
-            log.info("move_started", was=str(span), to=str(wish.span), reason=wish.reason)
+            log.info("move_started", was=str(span), to=str(request.span), reason=request.reason)
             self.move_limiter.record_start()
-            self._move = _MoveInProgress(wish, span)
+            self._move = _MoveInProgress(request, span)
             await served_span.server.drain(drain_s, idle_s=MOVE_IDLE_S)
-            return wish.span
+            return request.span
 
     async def _next_move(self, served_span: ServedSpan) -> MoveRequest | None:
         """The next granted request, already announced; None on shutdown."""
         while (
-            wish := await self.shutdown.run_until_shutdown(self.move_limiter.next_request())
+            request := await self.shutdown.run_until_shutdown(self.move_limiter.next_request())
         ) is not None:
-            verdict = await self.shutdown.run_until_shutdown(self._try_grant(wish, served_span))
+            verdict = await self.shutdown.run_until_shutdown(self._try_grant(request, served_span))
             if verdict == "granted":
-                return wish
+                return request
             if verdict is None:
                 return None
-            wish.settle(verdict)
+            request.settle(verdict)
         return None
 
     async def _try_grant(

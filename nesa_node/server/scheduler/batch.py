@@ -16,7 +16,7 @@ P = ParamSpec("P")
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class QueuedStep(StepBuffers):
-    """A queued step; `taken` of its packed tokens are already in iterations."""
+    """A queued step; `scheduled_tokens` of its packed tokens are already in iterations."""
 
     step: Step
     arrived_at: float
@@ -47,31 +47,31 @@ class SessionBatch:
     completed_steps: list[QueuedStep]
     """Steps that this iteration completes."""
     error: Exception | None = field(default=None)
-    """Why the part could not be run."""
+    """Why it could not be run."""
 
 
 def take_tokens(
     queue: Iterable[QueuedStep], tables: Sequence[PageTable], tokens: int
 ) -> SessionBatch:
     """Take the next `tokens` of consecutive queued steps into an iteration."""
-    pieces: list[TokenChunk] = []
-    done: list[QueuedStep] = []
-    for pending in queue:
-        count = min(tokens, pending.remaining_tokens)
-        pieces += _take_chunks(pending, count)
-        if not pending.remaining_tokens:
-            done.append(pending)
+    chunks: list[TokenChunk] = []
+    completed: list[QueuedStep] = []
+    for queued in queue:
+        count = min(tokens, queued.remaining_tokens)
+        chunks += _take_chunks(queued, count)
+        if not queued.remaining_tokens:
+            completed.append(queued)
         tokens -= count
         if not tokens:
             break
-    if len(pieces) > 1:
+    if len(chunks) > 1:
         # The sort is stable: tokens of a row keep their order across steps.
-        pieces.sort(key=lambda piece: piece.row)
+        chunks.sort(key=lambda chunk: chunk.row)
     counts: dict[int, int] = {}
-    for piece in pieces:
-        counts[piece.row] = counts.get(piece.row, 0) + piece.end - piece.start
+    for chunk in chunks:
+        counts[chunk.row] = counts.get(chunk.row, 0) + chunk.end - chunk.start
     runs = [RowChunk(tables[row], count) for row, count in counts.items()]
-    return SessionBatch(_merge_adjacent(pieces), runs, done)
+    return SessionBatch(_merge_adjacent(chunks), runs, completed)
 
 
 def run_batch(blocks: ModelBlocks, batches: Sequence[SessionBatch]) -> float:
@@ -81,14 +81,14 @@ def run_batch(blocks: ModelBlocks, batches: Sequence[SessionBatch]) -> float:
     alone, and those that fail again get `error`.
     """
     started = time.perf_counter()
-    for share in batches:
-        share.error = _error_of(_reserve_pages, share)
-    ready = [share for share in batches if share.error is None]
+    for batch in batches:
+        batch.error = _error_of(_reserve_pages, batch)
+    ready = [batch for batch in batches if batch.error is None]
     if len(ready) == 1:
         ready[0].error = _error_of(_run_forward, blocks, ready)
     elif ready and _error_of(_run_forward, blocks, ready) is not None:
-        for share in ready:
-            share.error = _error_of(_run_forward, blocks, [share])
+        for batch in ready:
+            batch.error = _error_of(_run_forward, blocks, [batch])
     return time.perf_counter() - started
 
 
@@ -112,29 +112,29 @@ def _reserve_pages(batch: SessionBatch) -> None:
 
 
 def _run_forward(blocks: ModelBlocks, batches: Sequence[SessionBatch]) -> None:
-    pieces = [piece for share in batches for piece in share.chunks]
-    blocks.forward_buffers(pieces, [run for share in batches for run in share.runs])
+    chunks = [chunk for batch in batches for chunk in batch.chunks]
+    blocks.forward_buffers(chunks, [run for batch in batches for run in batch.runs])
 
 
 def _take_chunks(step: QueuedStep, tokens: int) -> list[TokenChunk]:
-    pieces: list[TokenChunk] = []
+    chunks: list[TokenChunk] = []
     start, end, at = step.scheduled_tokens, step.scheduled_tokens + tokens, 0
-    for part in step.step.rows:
-        first, last = max(at, start), min(at + part.count, end)
+    for row_slice in step.step.rows:
+        first, last = max(at, start), min(at + row_slice.count, end)
         if first < last:
-            pieces.append(TokenChunk(step, part.row, first, last))
-        at += part.count
+            chunks.append(TokenChunk(step, row_slice.row, first, last))
+        at += row_slice.count
     step.scheduled_tokens = end
-    return pieces
+    return chunks
 
 
 def _merge_adjacent(chunks: Sequence[TokenChunk]) -> list[TokenChunk]:
     """Merge adjacent chunks of the same step; most steps become one chunk."""
-    joined: list[TokenChunk] = []
-    for piece in chunks:
-        last = joined[-1] if joined else None
-        if last is not None and last.buffers is piece.buffers and last.end == piece.start:
-            last.end = piece.end
+    merged: list[TokenChunk] = []
+    for chunk in chunks:
+        last = merged[-1] if merged else None
+        if last is not None and last.buffers is chunk.buffers and last.end == chunk.start:
+            last.end = chunk.end
         else:
-            joined.append(piece)
-    return joined
+            merged.append(chunk)
+    return merged

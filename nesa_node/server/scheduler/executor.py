@@ -79,8 +79,7 @@ class Executor:
     @property
     def load(self) -> float:
         """Share of the last `LOAD_WINDOW_S` spent computing, plus the jobs that wait beyond one."""
-        idle_s = max(time.monotonic() - self._last_job_ended_at, 0.0) if not self._waiting else 0.0
-        faded: float = self._load * 0.5 ** (idle_s / LOAD_WINDOW_S)
+        faded: float = self._load * 0.5 ** (self.idle_s / LOAD_WINDOW_S)
         return faded + max(self._waiting - 1, 0)
 
 

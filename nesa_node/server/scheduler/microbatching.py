@@ -92,19 +92,19 @@ class MicrobatchTuner:
         if self._fixed is not None or sessions <= MAX_UNGROUPED_SESSIONS:
             self._trial = None
             return
-        turn, groups = self._trial, self.num_microbatches(sessions)
-        if turn is None or (turn.sessions, turn.microbatches) != (sessions, groups):
-            turn = self._trial = _MicrobatchTrial(sessions, groups, now)
+        trial, microbatches = self._trial, self.num_microbatches(sessions)
+        if trial is None or (trial.sessions, trial.microbatches) != (sessions, microbatches):
+            trial = self._trial = _MicrobatchTrial(sessions, microbatches, now)
             self._sample_began_at = None
         if self._sample_began_at is None or now - self._last_step_at > MAX_STEP_GAP_S:
             self._sample_began_at, self._last_step_at, self._sample_steps = now, now, 0
         else:
             self._last_step_at = now
             self._sample_steps += steps
-            self._record_sample(turn, now)
-        if turn.samples == SAMPLES_PER_TRIAL or now - turn.began_at > MAX_TRIAL_S:
-            self._chosen[sessions] = self._choose_next(turn, now)
-            turn.samples, turn.began_at = 0, now
+            self._record_sample(trial, now)
+        if trial.samples == SAMPLES_PER_TRIAL or now - trial.began_at > MAX_TRIAL_S:
+            self._chosen[sessions] = self._choose_next(trial, now)
+            trial.samples, trial.began_at = 0, now
 
     def _record_sample(self, trial: _MicrobatchTrial, now: float) -> None:
         """Add a sample from the steps since `_sample_began_at`, if there are enough."""

@@ -1,6 +1,5 @@
-"""Batch policy: which tokens of which sessions run in the next iteration, decided without I/O.
-
-Cost model of iterations, learned from those that ran.
+"""Batch policy: which tokens of which sessions run in the next iteration, decided without I/O, by
+a cost model that is learned from the iterations that ran.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class CostModel:
         return min(below[1] + slope * (tokens - below[0]), most)
 
     def max_tokens_within(self, seconds: float, limit: int) -> int:
-        """The largest number of tokens, up to `most`, predicted to take at most `seconds`."""
+        """The largest number of tokens, up to `limit`, predicted to take at most `seconds`."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -146,13 +145,15 @@ class BatchPolicy(Generic[L]):
 
     def batching_delay_s(self, sessions: Collection[L], now: float) -> float:
         """Seconds to wait for more steps before `plan`, if none arrives meanwhile."""
-        waiting = [lane for lane in sessions if lane.is_runnable]
-        decoding = [lane for lane in waiting if lane.has_decode_step]
+        waiting = [session for session in sessions if session.is_runnable]
+        decoding = [session for session in waiting if session.has_decode_step]
         if not waiting or len(waiting) > len(decoding) > 0:
             return 0.0
-        urgent = min(lane.priority for lane in waiting)
+        urgent = min(session.priority for session in waiting)
         away = [
-            lane for lane in sessions if lane.priority <= urgent and lane.is_decode_expected(now)
+            session
+            for session in sessions
+            if session.priority <= urgent and session.is_decode_expected(now)
         ]
         if not away:
             return 0.0
@@ -161,44 +162,50 @@ class BatchPolicy(Generic[L]):
 
     def plan(self, sessions: Collection[L], now: float) -> list[tuple[L, int]]:
         """The sessions of the next iteration with their token counts; empty if none waits."""
-        waiting = [lane for lane in sessions if lane.is_runnable]
+        waiting = [session for session in sessions if session.is_runnable]
         if not waiting:
             return []
-        self._update_active_clients({lane.client for lane in waiting})
-        patient = self._starved_session(waiting)
-        live = [lane for lane in sessions if lane.is_decoding(now)]
-        urgent = min((lane.priority for lane in live), default=len(PRIORITIES))
-        live = [lane for lane in live if lane.priority == urgent]
-        decoding = [lane for lane in live if lane.is_runnable]
+        self._update_active_clients({session.client for session in waiting})
+        starved = self._starved_session(waiting)
+        active = [session for session in sessions if session.is_decoding(now)]
+        urgent = min((session.priority for session in active), default=len(PRIORITIES))
+        active = [session for session in active if session.priority == urgent]
+        decoding = [session for session in active if session.is_runnable]
         plan: list[tuple[L, int]] = []
-        for lane in self._select_microbatch(decoding, live, patient):
-            self._assign_tokens(plan, lane, lane.queued_tokens, now)
-            lane.record_decode(now)
-            if lane.is_entry_hop:
-                lane.set_default_gap(self._default_gap_s)
-                self._default_gap_s = lane.decode_gap_s
-        rest = [lane for lane in waiting if not (lane.has_decode_step and lane.priority == urgent)]
+        for session in self._select_microbatch(decoding, active, starved):
+            self._assign_tokens(plan, session, session.queued_tokens, now)
+            session.record_decode(now)
+            if session.is_entry_hop:
+                session.set_default_gap(self._default_gap_s)
+                self._default_gap_s = session.decode_gap_s
+        prefills = [
+            session
+            for session in waiting
+            if not (session.has_decode_step and session.priority == urgent)
+        ]
         if plan:
             self._last_decode_tokens = _planned_tokens(plan)
-        if rest:
+        if prefills:
             self._microbatches.discard_sample()
-        elif entering := sum(lane.is_entry_hop for lane, _ in plan):
-            self._microbatches.record_steps(sum(lane.is_entry_hop for lane in live), entering, now)
-        if rest:
-            more_urgent = min(lane.priority for lane in rest) < urgent
-            first = list(self._by_priority(rest, patient))
+        elif entering := sum(session.is_entry_hop for session, _ in plan):
+            self._microbatches.record_steps(
+                sum(session.is_entry_hop for session in active), entering, now
+            )
+        if prefills:
+            more_urgent = min(session.priority for session in prefills) < urgent
+            first = list(self._by_priority(prefills, starved))
             span = (plan[0][0] if plan else first[0]).span
             sizes = [
-                lane.queued_tokens
-                for lane in first
-                if lane.span == span and not lane.prefill_started
+                session.queued_tokens
+                for session in first
+                if session.span == span and not session.prefill_started
             ]
-            room = self._prefill_budget(plan, rest, () if more_urgent else live, now, sizes)
-            for lane in self._by_priority(rest, patient):
-                if room > 0 and (not plan or lane.span == plan[0][0].span):
-                    count = min(lane.queued_tokens, room)
-                    lane.prefill_started |= count == lane.queued_tokens
-                    self._assign_tokens(plan, lane, count, now)
+            room = self._prefill_budget(plan, prefills, () if more_urgent else active, now, sizes)
+            for session in self._by_priority(prefills, starved):
+                if room > 0 and (not plan or session.span == plan[0][0].span):
+                    count = min(session.queued_tokens, room)
+                    session.prefill_started |= count == session.queued_tokens
+                    self._assign_tokens(plan, session, count, now)
                     room -= count
         return plan
 
@@ -233,40 +240,45 @@ class BatchPolicy(Generic[L]):
         the steps of a microbatch together take little longer than one. Microbatches form only where
         sessions enter the chain: if every node waited for one, they would wait in a circle.
         """
-        first = min(decoding, key=lambda lane: lane.waiting_since)
+        first = min(decoding, key=lambda session: session.waiting_since)
         if first.is_entry_hop:
-            here = [lane for lane in decoding if lane.is_entry_hop]
-            expected = [lane for lane in expected if lane.is_entry_hop]
-            groups = self._microbatches.num_microbatches(len(here) + len(expected))
+            here = [session for session in decoding if session.is_entry_hop]
+            expected = [session for session in expected if session.is_entry_hop]
+            microbatches = self._microbatches.num_microbatches(len(here) + len(expected))
             if _decode_tokens(here) >= math.ceil(
-                (_decode_tokens(here) + _decode_tokens(expected)) / groups
+                (_decode_tokens(here) + _decode_tokens(expected)) / microbatches
             ):
                 return now
-            part = ENTRY_WAIT_FRACTION / groups
+            fraction = ENTRY_WAIT_FRACTION / microbatches
             waits = [
-                (lane.waiting_since, part * (lane.decode_gap_s or self._default_gap_s or 0.0))
-                for lane in here
+                (
+                    session.waiting_since,
+                    fraction * (session.decode_gap_s or self._default_gap_s or 0.0),
+                )
+                for session in here
             ]
             deadline = min(since + wait_s for since, wait_s in waits)
-            lates = [lane.overdue_at for lane in expected if lane.next_decode_at <= deadline]
+            lates = [
+                session.overdue_at for session in expected if session.next_decode_at <= deadline
+            ]
             # A step that waited this long for the expected ones does not leave just before they
             # arrive.
             latest = min(since + OVERDUE_FACTOR * wait_s for since, wait_s in waits)
             return min(latest, max(lates, default=now))
         takes_s = self.cost.predict_s(_decode_tokens(decoding)) * len(first.span)
         deadline = first.waiting_since + ARRIVAL_WAIT_FRACTION * takes_s
-        missed = {time for lane in expected for time in lane.recent_decode_times}
-        if missed.isdisjoint(time for lane in decoding for time in lane.recent_decode_times):
+        missed = {time for session in expected for time in session.recent_decode_times}
+        if missed.isdisjoint(time for session in decoding for time in session.recent_decode_times):
             quiet_s = IDLE_GAP_FRACTION * takes_s
-            last = max(lane.waiting_since for lane in decoding)
+            last = max(session.waiting_since for session in decoding)
             deadline = min(deadline, last + quiet_s) if quiet_s > MIN_IDLE_GAP_S else now
-        return min(deadline, max((lane.overdue_at for lane in expected), default=now))
+        return min(deadline, max((session.overdue_at for session in expected), default=now))
 
     def _wait_for_decodes(self, prefills: Sequence[L], expected: Sequence[L], now: float) -> float:
         """The time until which prefills wait for a decode step, with which they run at little extra
         cost.
         """
-        first = min(expected, key=lambda lane: lane.earliest_decode_at)
+        first = min(expected, key=lambda session: session.earliest_decode_at)
         gap_s = (first.earliest_decode_at - now) / len(prefills[0].span)
         worth_it = self.cost.predict_s(MIN_PREFILL_TOKENS) <= gap_s
         return now if worth_it else first.overdue_at
@@ -296,10 +308,10 @@ class BatchPolicy(Generic[L]):
         self._iteration += 1
         if self._iteration % STARVATION_INTERVAL:
             return None
-        return min(waiting, key=lambda lane: max(lane.waiting_since, lane.scheduled_at))
+        return min(waiting, key=lambda session: max(session.waiting_since, session.scheduled_at))
 
     def _select_microbatch(
-        self, decoding: Sequence[L], live: Sequence[L], starved: L | None
+        self, decoding: Sequence[L], active: Sequence[L], starved: L | None
     ) -> Iterator[L]:
         """Select one microbatch of decoding sessions through the same blocks, in fair order.
 
@@ -307,21 +319,21 @@ class BatchPolicy(Generic[L]):
         microbatch they are. The batch holds at most `_max_microbatch_tokens`, but always its first
         step, so that a large step soon comes first and runs.
         """
-        entering = [lane for lane in live if lane.is_entry_hop]
-        groups = self._microbatches.num_microbatches(len(entering))
-        room = max(math.ceil(_decode_tokens(entering) / groups), MIN_MICROBATCH_TOKENS)
+        entering = [session for session in active if session.is_entry_hop]
+        microbatches = self._microbatches.num_microbatches(len(entering))
+        room = max(math.ceil(_decode_tokens(entering) / microbatches), MIN_MICROBATCH_TOKENS)
         span = starved.span if starved is not None else None
         most = None
-        for lane in self._by_priority(decoding, starved):
-            span = span or lane.span
-            if (room > 0 or not lane.is_entry_hop) and lane.span == span:
+        for session in self._by_priority(decoding, starved):
+            span = span or session.span
+            if (room > 0 or not session.is_entry_hop) and session.span == span:
                 if most is None:
                     most = self._max_microbatch_tokens(span)
-                elif lane.queued_tokens > most:
+                elif session.queued_tokens > most:
                     return
-                yield lane
-                most -= lane.queued_tokens
-                room -= lane.queued_tokens if lane.is_entry_hop else 0
+                yield session
+                most -= session.queued_tokens
+                room -= session.queued_tokens if session.is_entry_hop else 0
 
     def _max_microbatch_tokens(self, span: Span) -> int:
         """Most tokens of a microbatch: at least `MAX_DECODE_STEP_TOKENS`, however long they take.
@@ -342,8 +354,8 @@ class BatchPolicy(Generic[L]):
         now: float,
         sizes: Sequence[int],
     ) -> int:
-        """Tokens that the iteration may take beside `plan` without delaying the decoding sessions
-        `live` too long.
+        """Tokens that the iteration may take beside `plan` without delaying the `decoding`
+        sessions too long.
 
         `sizes`: see `_extend_if_cheaper`.
         """
@@ -360,7 +372,7 @@ class BatchPolicy(Generic[L]):
             )
         else:
             usual_s = self.cost.predict_s(self._last_decode_tokens)
-            gap_s = min(lane.earliest_decode_at for lane in decoding) - now
+            gap_s = min(session.earliest_decode_at for session in decoding) - now
             most_s = max(usual_s * _prefill_pressure(prefills, decoding), gap_s / blocks)
         room = self.cost.max_tokens_within(min(most_s, limit_s), MAX_ITERATION_TOKENS) - taken
         most = self.cost.max_tokens_within(
@@ -393,7 +405,9 @@ class BatchPolicy(Generic[L]):
             yield starved
         for priority in range(len(PRIORITIES)):
             yield from self._fair_order(
-                lane for lane in sessions if lane.priority == priority and lane is not starved
+                session
+                for session in sessions
+                if session.priority == priority and session is not starved
             )
 
     def _fair_order(self, sessions: Iterable[L]) -> Iterator[L]:
@@ -402,8 +416,8 @@ class BatchPolicy(Generic[L]):
         Tokens assigned between two items count, so the order adapts while it is consumed.
         """
         queues: dict[PeerId, list[L]] = {}
-        for lane in sorted(sessions, key=lambda lane: lane.waiting_since, reverse=True):
-            queues.setdefault(lane.client, []).append(lane)
+        for session in sorted(sessions, key=lambda session: session.waiting_since, reverse=True):
+            queues.setdefault(session.client, []).append(session)
         while queues:
             client = min(queues, key=self._served_tokens.__getitem__)
             yield queues[client].pop()
@@ -418,7 +432,8 @@ def _planned_tokens(plan: Sequence[tuple[ScheduledSession, int]]) -> int:
 def _decode_tokens(sessions: Iterable[ScheduledSession]) -> int:
     """Decode tokens per round of these sessions."""
     return sum(
-        lane.queued_tokens if lane.is_runnable else lane.last_decode_tokens for lane in sessions
+        session.queued_tokens if session.is_runnable else session.last_decode_tokens
+        for session in sessions
     )
 
 
@@ -428,7 +443,7 @@ def _prefill_pressure(
     """Waiting sessions per decoding one, at least 1. Those of a client without a decoding session
     count as one.
     """
-    clients = {lane.client for lane in decoding}
-    waiting = sum(lane.client in clients for lane in prefills)
-    waiting += len({lane.client for lane in prefills} - clients)
+    clients = {session.client for session in decoding}
+    waiting = sum(session.client in clients for session in prefills)
+    waiting += len({session.client for session in prefills} - clients)
     return min(max(waiting / len(decoding), 1.0), MAX_PREFILL_PRESSURE)

@@ -69,8 +69,8 @@ class SchedulerStats:
 
 def _is_decode(step: Step) -> bool:
     # A loop, since `all` takes three times as long.
-    for part in step.rows:  # noqa: SIM110
-        if part.count > MAX_DECODE_ROW_TOKENS:
+    for row_slice in step.rows:  # noqa: SIM110
+        if row_slice.count > MAX_DECODE_ROW_TOKENS:
             return False
     return True
 

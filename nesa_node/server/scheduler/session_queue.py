@@ -120,13 +120,13 @@ class ScheduledSession:
 
     def record_decode(self, now: float) -> None:
         """Record that its decode step runs at `now`, and learn the gap before it."""
-        away_s = self.waiting_since - self.decoded_at
-        if away_s < DECODE_ACTIVE_S:
+        gap_s = self.waiting_since - self.decoded_at
+        if gap_s < DECODE_ACTIVE_S:
             if self.decode_gap_s is None or self.min_decode_gap_s is None:
-                self.decode_gap_s = self.min_decode_gap_s = away_s
-            self.decode_gap_s += GAP_LEARNING_RATE * (away_s - self.decode_gap_s)
-            self.min_decode_gap_s += MIN_GAP_LEARNING_RATES[away_s > self.min_decode_gap_s] * (
-                away_s - self.min_decode_gap_s
+                self.decode_gap_s = self.min_decode_gap_s = gap_s
+            self.decode_gap_s += GAP_LEARNING_RATE * (gap_s - self.decode_gap_s)
+            self.min_decode_gap_s += MIN_GAP_LEARNING_RATES[gap_s > self.min_decode_gap_s] * (
+                gap_s - self.min_decode_gap_s
             )
         self.previous_decoded_at, self.decoded_at, self.last_decode_tokens = (
             self.decoded_at,
@@ -183,8 +183,8 @@ class SessionQueue(ScheduledSession):
     def append(self, step: Step, hidden: HiddenStates) -> None:
         """Queue a step [T, D] for `Scheduler.submit`."""
         self._steps.append(QueuedStep(hidden, self.dtype, step=step, arrived_at=time.monotonic()))
-        for part in step.rows:
-            self.end_positions[part.row] = part.position + part.count
+        for row_slice in step.rows:
+            self.end_positions[row_slice.row] = row_slice.position + row_slice.count
         self._update_counts()
 
     @property
@@ -296,5 +296,7 @@ class SessionQueue(ScheduledSession):
             return
         head = self._steps[0]
         whole = len(self._steps) == 1 and not head.scheduled_tokens
-        self.has_decode_step = whole and is_decode_step([part.count for part in head.step.rows])
+        self.has_decode_step = whole and is_decode_step(
+            [row_slice.count for row_slice in head.step.rows]
+        )
         self.waiting_since = head.arrived_at

@@ -72,19 +72,19 @@ class DownstreamStream:
 
         At most one report per message sent; more is a flood that its client has not paid for.
         """
-        told = 0
+        reports = 0
         try:
             message, _ = await self.stream.receive()
             while isinstance(message, Received):
-                told += 1
-                if told > self.stream.messages_sent:
+                reports += 1
+                if reports > self.stream.messages_sent:
                     raise ProtocolError("unexpected", "it tells of messages that were not sent")
                 self._wire.record_arrival(message)
                 if self.stream.unread_bytes:
                     await asyncio.sleep(0)
                 message, _ = await self.stream.receive()
-            words = message.message if isinstance(message, ErrorMessage) else type(message).__name__
-            await self._mark_lost(f"it answered: {words}")
+            reply = message.message if isinstance(message, ErrorMessage) else type(message).__name__
+            await self._mark_lost(f"it answered: {reply}")
         except ProtocolError as error:
             await self._mark_lost(str(error))
 
@@ -222,29 +222,29 @@ class OutputSender:
         lacking = held.clip(emit_from, [MAX_TOKENS] * len(emit_from))
         if lacking is None:
             return
-        part = await lacking.materialize()
+        sent_step = await lacking.materialize()
         if self._downstream is None:
-            await self._send_to_client(part, epoch)
+            await self._send_to_client(sent_step, epoch)
         elif self._stream is not None:
-            part = self._wire.reencode(part)
-            self.last_pushed = epoch, part.step
+            sent_step = self._wire.reencode(sent_step)
+            self.last_pushed = epoch, sent_step.step
             await self._stream.send(
                 Step(
                     session=self._state.opened.session,
                     epoch=epoch,
-                    step=part.step,
-                    rows=part.rows,
-                    tensor=part.meta,
-                    want=part.want,
-                    via=extend_via(part.via, part.meta.codec),
+                    step=sent_step.step,
+                    rows=sent_step.rows,
+                    tensor=sent_step.meta,
+                    want=sent_step.want,
+                    via=extend_via(sent_step.via, sent_step.meta.codec),
                 ),
-                part.payload,
+                sent_step.payload,
             )
 
     async def _send_to_client(self, sent_step: SentStep, epoch: int) -> None:
         meta, payload = sent_step.meta, sent_step.payload
-        if sent_step.want == "last" and any(part.count > 1 for part in sent_step.rows):
-            ends = torch.tensor([part.count for part in sent_step.rows]).cumsum(0) - 1
+        if sent_step.want == "last" and any(row_slice.count > 1 for row_slice in sent_step.rows):
+            ends = torch.tensor([row_slice.count for row_slice in sent_step.rows]).cumsum(0) - 1
             meta, payload = await self.client_wire.encode_off_loop(
                 HiddenStates.from_tensor(sent_step.decode()[ends])
             )

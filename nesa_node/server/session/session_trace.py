@@ -5,7 +5,7 @@ from __future__ import annotations
 from nesa_node.core import tracing
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import session_name
-from nesa_node.core.span import Span as Blocks
+from nesa_node.core.span import Span
 from nesa_node.core.tracing import NO_SPAN, TraceContext, TraceSpan
 from nesa_node.server.session.session import Session
 from nesa_node.swarm.protocol.messages import Open
@@ -52,7 +52,7 @@ def _session_span(opened: Open, own: PeerId, parent: TraceContext) -> TraceSpan:
         {
             "nesa.session": session_name(opened.session),
             "nesa.peer": own,
-            "nesa.blocks": str(Blocks(*opened.blocks)),
+            "nesa.blocks": str(Span(*opened.blocks)),
             "nesa.rows": opened.rows,
         },
     )

@@ -92,7 +92,7 @@ class StepSequencer:
         if self._state.queue.has_failed:
             return False
         check_codec_allowed(self._quality, step.tensor)
-        total = sum(part.count for part in step.rows)
+        total = sum(row_slice.count for row_slice in step.rows)
         if step.tensor.dtype != self._dtype or step.tensor.shape != (total, self._hidden_size):
             raise ProtocolError(
                 "bad_tensor",
@@ -136,15 +136,17 @@ class StepSequencer:
 
     def _check_rows(self, step: Step) -> None:
         seen: set[int] = set()
-        for part in step.rows:
-            if part.row >= len(self._row_capacity) or part.row in seen:
-                raise ProtocolError("bad_rows", f"row {part.row} is repeated or does not exist")
-            seen.add(part.row)
-            expected = self._state.expected_position(part.row)
-            if part.position != expected:
+        for row_slice in step.rows:
+            if row_slice.row >= len(self._row_capacity) or row_slice.row in seen:
+                raise ProtocolError(
+                    "bad_rows", f"row {row_slice.row} is repeated or does not exist"
+                )
+            seen.add(row_slice.row)
+            expected = self._state.expected_position(row_slice.row)
+            if row_slice.position != expected:
                 raise ProtocolError(
                     "bad_position",
-                    f"row {part.row} continues at {expected}, not {part.position}",
+                    f"row {row_slice.row} continues at {expected}, not {row_slice.position}",
                 )
-        for part in step.rows:
-            self._reserve_row(part.row, part.position + part.count)
+        for row_slice in step.rows:
+            self._reserve_row(row_slice.row, row_slice.position + row_slice.count)

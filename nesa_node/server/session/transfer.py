@@ -20,7 +20,15 @@ from nesa_node.server.scheduler.executor import Executor
 from nesa_node.server.session.session_state import SessionState
 from nesa_node.server.session.step_sequencer import decode_step
 from nesa_node.swarm.protocol.link_encoder import UNCOMPRESSED, check_codec_allowed
-from nesa_node.swarm.protocol.messages import Downstream, ErrorMessage, Pages, Step, Sync, Synced
+from nesa_node.swarm.protocol.messages import (
+    Downstream,
+    ErrorMessage,
+    Pages,
+    RowSlice,
+    Step,
+    Sync,
+    Synced,
+)
 from nesa_node.swarm.protocol.replay_buffer import ReplaySlice, SentStep
 from nesa_node.swarm.protocol.stream import Stream, peer_timeout
 
@@ -75,20 +83,20 @@ class TransferSender:
 
     async def _send_all(self) -> None:
         for _ in range(MAX_TRUNCATIONS):
-            cuts = self._truncations
+            truncations = self._truncations
             if self._must_truncate:
                 self._must_truncate = False
                 await self._sync_lengths(tuple(self._sent))
             for row in range(len(self._sent)):
-                await self._send_row(row, cuts)
+                await self._send_row(row, truncations)
             outputs = self._state.replay_buffer.iter_steps(self._outputs_sent, tuple(self._sent))
             for held in outputs:
                 # A successor that takes each output at once would otherwise block the event loop.
                 await asyncio.sleep(0)
-                if self._truncations != cuts:
+                if self._truncations != truncations:
                     break
-                await self._send_output(held, cuts)
-            if self._truncations == cuts:
+                await self._send_output(held, truncations)
+            if self._truncations == truncations:
                 return
         # Truncations outpace the transfer. Pages without their kept outputs are of no use.
         self.truncate([0] * len(self._sent))
@@ -124,8 +132,8 @@ class TransferSender:
         kept = await held.materialize()
         if self._truncations != truncations:
             return
-        for part in kept.rows:
-            self._outputs_sent[part.row] = part.position + part.count
+        for row_slice in kept.rows:
+            self._outputs_sent[row_slice.row] = row_slice.position + row_slice.count
         await self._stream.send(
             Step(
                 session=self._state.opened.session,
@@ -191,27 +199,31 @@ class TransferReceiver:
         self._check_output(step)
         # A receiver would blame this node for values that are not finite.
         await decode_step(step, payload)
-        for part in step.rows:
-            kept = self._output_ranges[part.row] or range(part.position, part.position)
-            self._output_ranges[part.row] = range(kept.start, part.position + part.count)
+        for row_slice in step.rows:
+            kept = self._stored_range(row_slice)
+            end = row_slice.position + row_slice.count
+            self._output_ranges[row_slice.row] = range(kept.start, end)
         self._state.store_output(
             SentStep(step.step, step.rows, step.want, step.tensor, payload, step.via)
         )
 
+    def _stored_range(self, row_slice: RowSlice) -> range:
+        """Range of the row's stored outputs; empty before the first."""
+        position = row_slice.position
+        return self._output_ranges[row_slice.row] or range(position, position)
+
     def _check_output(self, step: Step) -> None:
         check_codec_allowed(self._state.opened.quality, step.tensor)
-        rows = {part.row for part in step.rows}
+        rows = {row_slice.row for row_slice in step.rows}
         if len(rows) < len(step.rows) or max(rows) >= len(self._output_ranges):
             raise ProtocolError("bad_rows", f"a kept output of rows {sorted(rows)}")
-        for part in step.rows:
-            kept = self._output_ranges[part.row] or range(part.position, part.position)
-            if part.position != kept.stop or part.position + part.count > self._max_tokens:
-                raise ProtocolError("bad_position", f"a kept output of {part}")
-        total = sum(part.count for part in step.rows)
-        dtype, shape = (
-            tensors.DTYPE_NAMES[self._state.queue.dtype],
-            (total, self._state.blocks.hidden_size),
-        )
+        for row_slice in step.rows:
+            kept = self._stored_range(row_slice)
+            end = row_slice.position + row_slice.count
+            if row_slice.position != kept.stop or end > self._max_tokens:
+                raise ProtocolError("bad_position", f"a kept output of {row_slice}")
+        total = sum(row_slice.count for row_slice in step.rows)
+        dtype, shape = self._state.opened.dtype, (total, self._state.blocks.hidden_size)
         if (step.tensor.dtype, step.tensor.shape) != (dtype, shape):
             raise ProtocolError(
                 "bad_tensor",
