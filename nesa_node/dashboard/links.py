@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
@@ -42,16 +40,12 @@ def summarize_links(model: ModelId, records: Sequence[NodeRecord], num_blocks: i
     records = records[:MAX_LINKED_NODES]
     measured = {PeerId(record.peer_id): record.measured_links() for record in records}
     links = assemble_links(measured)
-    first, second = np.triu_indices(len(links.peers), 1)
-    rtt_ms = links.rtt_ms_NN[first, second]
-    known = np.flatnonzero(np.isfinite(rtt_ms))
-    chosen = known[np.argsort(rtt_ms[known], kind="stable")][:MAX_SHOWN_LINKS]
+    shortest = links.shortest_pairs(MAX_SHOWN_LINKS)
     return LinksSummary(
         entries={
-            f"{links.peers[a]}|{links.peers[b]}": _link_entry(links, a, b)
-            for a, b in zip(first[chosen].tolist(), second[chosen].tolist(), strict=True)
+            f"{links.peers[a]}|{links.peers[b]}": _link_entry(links, a, b) for a, b in shortest.rows
         },
-        median_rtt_ms=float(np.median(rtt_ms[known])) if len(known) else None,
+        median_rtt_ms=shortest.median_rtt_ms,
         step_s=_fastest_step_s(model, records, num_blocks, links),
     )
 

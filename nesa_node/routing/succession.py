@@ -84,9 +84,6 @@ class LeaseCandidate:
             return replace(self, role="leading", epoch=epoch + 1, vacant_since=None)
         return replace(self, epoch=epoch, vacant_since=since)
 
-    def make_claim(self, terms: LeaseTerms, now: float) -> LeaseClaim:
-        return LeaseClaim(self.peer, self.role, self.epoch, now + terms.ttl_s)
-
 
 def find_leading_claim(claims: Iterable[LeaseClaim], now: float) -> LeaseClaim | None:
     """The unexpired "leading" claim with the highest epoch, then the lowest peer id."""

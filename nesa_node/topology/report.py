@@ -214,10 +214,7 @@ def _links(snapshot: Snapshot) -> dict[str, Any]:
     if snapshot.links is None:
         return {"pairs": [], "left_out": 0, "median_rtt_ms": None}
     links = snapshot.links.select([node.peer_id for node in snapshot.nodes])
-    first, second = np.triu_indices(len(links.peers), 1)
-    rtt_ms = links.rtt_ms_NN[first, second]
-    known = np.flatnonzero(np.isfinite(rtt_ms))
-    chosen = known[np.argsort(rtt_ms[known], kind="stable")][:MAX_LINKS]
+    shortest = links.shortest_pairs(MAX_LINKS)
     return {
         "pairs": [
             {
@@ -230,10 +227,10 @@ def _links(snapshot: Snapshot) -> dict[str, Any]:
                     finite_or_none(links.rate_bytes_per_s_NN[b, a]),
                 ],
             }
-            for a, b in zip(first[chosen].tolist(), second[chosen].tolist(), strict=True)
+            for a, b in shortest.rows
         ],
-        "left_out": len(known) - len(chosen),
-        "median_rtt_ms": float(np.median(rtt_ms[known])) if len(known) else None,
+        "left_out": shortest.num_left_out,
+        "median_rtt_ms": shortest.median_rtt_ms,
     }
 
 

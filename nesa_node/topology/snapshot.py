@@ -106,6 +106,18 @@ class NodeState:
     movable: bool = False
     location: tuple[float, float] | None = None
 
+    def with_span(self, span: Span) -> NodeState:
+        """The node with another span, at the same speed per block."""
+        if span == self.span:
+            return self
+        share = max(len(self.span), 1) / max(len(span), 1)
+        return replace(
+            self,
+            span=span,
+            prefill_tokens_per_s=self.prefill_tokens_per_s * share,
+            decode_tokens_per_s=self.decode_tokens_per_s * share,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +24,7 @@ from nesa_node.web.authenticator import (
 )
 from nesa_node.web.body_reader import BodyReader
 from nesa_node.web.login import LOGIN_PATH, LOGOUT_PATH, LoginHandler
-from nesa_node.web.problem import HttpProblem, send_refusal
+from nesa_node.web.problem import HttpProblem, send_refusal, send_with_headers
 from nesa_node.web.rate_limits import RateLimiter
 
 
@@ -124,7 +124,7 @@ class AccessMiddleware:
                 return
             except ClientDisconnect:
                 return
-            await self._call_while_valid(scope, whole, _with_headers(send, headers))
+            await self._call_while_valid(scope, whole, send_with_headers(send, headers))
         if self._authenticator.store.has_unsaved_uses:
             await asyncio.to_thread(self._authenticator.store.save_uses)
 
@@ -194,15 +194,3 @@ def _refusal_response(problem: HttpProblem, scope: Scope) -> Response:
     if problem.status == 401 and by_hand and key_in_headers(headers) is None:
         return RedirectResponse(LOGIN_PATH, 303)
     return problem.response()
-
-
-def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
-    if not headers:
-        return send
-
-    async def sent(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message).update(headers)
-        await send(message)
-
-    return sent

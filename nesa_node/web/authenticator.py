@@ -213,7 +213,7 @@ class Authenticator:
         may share the address with an attacker, behind one proxy.
         """
         wait_s = self._wrong_keys.wait_s(client)
-        stored = self._find_key(key)
+        stored = self._look_up(self.store.find, key)
         if stored is not None:
             return self._stored_key_caller(stored)
         if not (wait_s and self._is_config_key_guessable) and self._is_config_key(key):
@@ -260,7 +260,7 @@ class Authenticator:
             return None
         if key_id == CONFIG_KEY_ID:
             return Caller(CONFIG_KEY_ID, CONFIG_KEY_ID, self._default_limits, by_cookie=True)
-        stored = self._find_key_by_id(key_id)
+        stored = self._look_up(self.store.find_by_id, key_id)
         if stored is None:
             self._browser_tokens.revoke_key(key_id)
             return None
@@ -276,26 +276,16 @@ class Authenticator:
         self.store.record_use(stored)
         return Caller(stored.id, stored.name, limits, by_cookie)
 
-    def _find_key(self, key: str) -> StoredKey | None:
+    def _look_up(self, find: Callable[[str], StoredKey | None], text: str) -> StoredKey | None:
         try:
-            return self.store.find(key)
+            return find(text)
         except ConfigError:
-            raise _keys_unreadable_problem() from None
-
-    def _find_key_by_id(self, key_id: str) -> StoredKey | None:
-        try:
-            return self.store.find_by_id(key_id)
-        except ConfigError:
-            raise _keys_unreadable_problem() from None
-
-
-def _keys_unreadable_problem() -> HttpProblem:
-    return HttpProblem(
-        503,
-        "this server cannot read its keys; its operator finds the reason in the log",
-        code="keys_unreadable",
-        retry_after_s=30,
-    )
+            raise HttpProblem(
+                503,
+                "this server cannot read its keys; its operator finds the reason in the log",
+                code="keys_unreadable",
+                retry_after_s=30,
+            ) from None
 
 
 def key_in_headers(headers: Headers) -> str | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nesa_node.core.settings.http_address import HttpAddress
-from nesa_node.web.problem import HttpProblem, send_refusal
+from nesa_node.web.problem import HttpProblem, send_refusal, send_with_headers
 
 _SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
@@ -43,13 +43,14 @@ class OriginPolicy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        send = send_with_headers(send, _SECURITY_HEADERS, override=False)
         try:
             _check_connection_room(scope)
             self._check_headers(str(scope["method"]), Headers(scope=scope))
         except HttpProblem as problem:
-            await send_refusal(problem.response(), scope, receive, _with_security_headers(send))
+            await send_refusal(problem.response(), scope, receive, send)
             return
-        await self._app(scope, receive, _with_security_headers(send))
+        await self._app(scope, receive, send)
 
     def _check_headers(self, method: str, headers: Headers) -> None:
         hosts = headers.getlist("host")
@@ -110,14 +111,3 @@ def is_own_page_request(scope: Scope, address: HttpAddress) -> bool:
     if origin is not None:
         return address.accepts_origin(origin, headers.get("host", ""))
     return headers.get("sec-fetch-site") == "same-origin"
-
-
-def _with_security_headers(send: Send) -> Send:
-    async def sent(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = MutableHeaders(scope=message)
-            for name, value in _SECURITY_HEADERS.items():
-                headers.setdefault(name, value)
-        await send(message)
-
-    return sent

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -96,6 +96,20 @@ async def send_refusal(response: Response, scope: Scope, receive: Receive, send:
             await _discard_body(receive)
     for message in last:
         await send(message)
+
+
+def send_with_headers(send: Send, headers: Mapping[str, str], *, override: bool = True) -> Send:
+    """`send` that adds headers; without `override` the response's own are kept."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            found = MutableHeaders(scope=message)
+            for name, value in headers.items():
+                if override or name not in found:
+                    found[name] = value
+        await send(message)
+
+    return sent
 
 
 def _has_body(headers: Headers) -> bool:

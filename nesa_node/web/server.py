@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any, cast
 
 import uvicorn
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nesa_node.core.errors import AddressInUseError
 from nesa_node.core.logging import get_logger
@@ -33,6 +33,7 @@ from nesa_node.web.authenticator import Authenticator
 from nesa_node.web.body_reader import BodyReader
 from nesa_node.web.connections import ConnectionTable, HttpConnection
 from nesa_node.web.origin_policy import OriginPolicy
+from nesa_node.web.problem import send_with_headers
 from nesa_node.web.rate_limits import RateLimiter
 
 log = get_logger(__name__)
@@ -171,13 +172,7 @@ class RequestIdMiddleware:
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         name = given if _WELL_FORMED.fullmatch(given) else f"req_{secrets.token_hex(16)}"
         state["request_id"] = name
-
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = name
-            await send(message)
-
-        await self._app(scope, receive, sent)
+        await self._app(scope, receive, send_with_headers(send, {REQUEST_ID_HEADER: name}))
 
 
 _CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")

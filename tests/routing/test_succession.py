@@ -63,7 +63,8 @@ class World:
     def _look(self, i: int) -> None:
         now = self.now + self.clocks[i]
         self.states[i] = self.states[i].observe_claims(self.seen[i].values(), TERMS, now)
-        claim = self.states[i].make_claim(TERMS, now)
+        state = self.states[i]
+        claim = LeaseClaim(state.peer, state.role, state.epoch, now + TERMS.ttl_s)
         for j in self.alive - {i}:
             if self.side[i] == self.side[j]:
                 self.mail.append((self.now + self.rng.uniform(0, MAX_DELAY_S), j, claim))

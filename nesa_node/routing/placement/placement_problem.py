@@ -18,7 +18,7 @@ from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest, NodeValues, build_problem
 from nesa_node.routing.problem import ChainProblem
-from nesa_node.topology.snapshot import NodeState, Snapshot
+from nesa_node.topology.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +125,7 @@ def make_placement_problem(
     everyone = (*snapshot.nodes, *snapshot.joining)
     whole = Span(0, snapshot.num_blocks)
     pretended = replace(
-        snapshot, nodes=tuple(with_span(node, whole) for node in everyone), joining=()
+        snapshot, nodes=tuple(node.with_span(whole) for node in everyone), joining=()
     )
     asked = _for_all_nodes(first, whole, len(snapshot.joining))
     problem = build_problem(pretended, asked)
@@ -169,17 +169,6 @@ def _with_client_links(
     asked = replace(request, exclude=first.exclude)
     ends = build_problem(replace(snapshot, links=None), asked)
     return replace(problem, entry_s_N=ends.entry_s_N, exit_s_N=ends.exit_s_N)
-
-
-def with_span(node: NodeState, span: Span) -> NodeState:
-    """The node with another span, at the same speed per block."""
-    share = max(len(node.span), 1) / max(len(span), 1)
-    return replace(
-        node,
-        span=span,
-        prefill_tokens_per_s=node.prefill_tokens_per_s * share,
-        decode_tokens_per_s=node.decode_tokens_per_s * share,
-    )
 
 
 def window_sums(values_B: Floats, width: int) -> Floats:

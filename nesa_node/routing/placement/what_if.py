@@ -15,7 +15,6 @@ from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan
 from nesa_node.routing.placement.placement_problem import (
     CoverageDeficit,
     make_placement_problem,
-    with_span,
 )
 from nesa_node.routing.placement.plan import (
     PlacementPlan,
@@ -28,7 +27,7 @@ from nesa_node.routing.placement.recipes import BlockCoverage, water_fill
 from nesa_node.routing.placement.score import Goal, best_chain, score_assignment
 from nesa_node.routing.problem import step_time
 from nesa_node.routing.search.exact import exact_latency
-from nesa_node.topology.snapshot import NodeState, Snapshot
+from nesa_node.topology.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +143,10 @@ def assign_empty_nodes(snapshot: Snapshot, question: WhatIfSettings) -> Snapshot
 
 def with_spans(snapshot: Snapshot, spans: Mapping[PeerId, Span]) -> Snapshot:
     """`snapshot` with the given spans, at the same speed per block."""
-
-    def moved(node: NodeState) -> NodeState:
-        span = spans.get(node.peer_id, node.span)
-        return node if span == node.span else with_span(node, span)
-
     return replace(
         snapshot,
-        nodes=tuple(moved(node) for node in snapshot.nodes),
-        joining=tuple(moved(node) for node in snapshot.joining),
+        nodes=tuple(node.with_span(spans.get(node.peer_id, node.span)) for node in snapshot.nodes),
+        joining=tuple(
+            node.with_span(spans.get(node.peer_id, node.span)) for node in snapshot.joining
+        ),
     )

@@ -33,21 +33,7 @@ def apply_moves(snapshot: Snapshot, moves: Iterable[AnnouncedMove]) -> Snapshot:
     spans = {move.peer: move.span for move in moves if is_applicable(snapshot, move)}
     return replace(
         snapshot,
-        nodes=tuple(
-            _with_span(node, spans[node.peer_id]) if node.peer_id in spans else node
-            for node in snapshot.nodes
-        ),
-    )
-
-
-def _with_span(node: NodeState, span: Span) -> NodeState:
-    """The node with another span, at the same speed per block."""
-    share = max(len(node.span), 1) / max(len(span), 1)
-    return replace(
-        node,
-        span=span,
-        prefill_tokens_per_s=node.prefill_tokens_per_s * share,
-        decode_tokens_per_s=node.decode_tokens_per_s * share,
+        nodes=tuple(node.with_span(spans.get(node.peer_id, node.span)) for node in snapshot.nodes),
     )
 
 

@@ -16,6 +16,15 @@ from nesa_node.core.arrays import Floats
 from nesa_node.core.ids import PeerId
 
 
+@dataclass(frozen=True, slots=True)
+class ShortestPairs:
+    """Pairs of rows of `Links`, and the median round trip of all known pairs."""
+
+    rows: tuple[tuple[int, int], ...]
+    num_left_out: int
+    median_rtt_ms: float | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Links:
     """Links among `peers`, in their order; arrays are [N, N] float64.
@@ -86,6 +95,18 @@ class Links:
         if first not in self._rows or second not in self._rows:
             return float("nan")
         return float(self.rtt_ms_NN[self._rows[first], self._rows[second]])
+
+    def shortest_pairs(self, max_pairs: int) -> ShortestPairs:
+        """The pairs with a known round trip, the shortest first."""
+        first, second = np.triu_indices(len(self.peers), 1)
+        rtt_ms = self.rtt_ms_NN[first, second]
+        known = np.flatnonzero(np.isfinite(rtt_ms))
+        chosen = known[np.argsort(rtt_ms[known], kind="stable")][:max_pairs]
+        return ShortestPairs(
+            rows=tuple(zip(first[chosen].tolist(), second[chosen].tolist(), strict=True)),
+            num_left_out=len(known) - len(chosen),
+            median_rtt_ms=float(np.median(rtt_ms[known])) if len(known) else None,
+        )
 
 
 def make_symmetric(rtt_ms_NN: Floats) -> None:
