@@ -16,14 +16,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import COMPUTE, Flags, ModelArgument, load_command_config
 from nesa_node.cli.interrupts import exit_on_interrupt
-from nesa_node.cli.services.side_services import run_with_metrics, run_with_page
 from nesa_node.core.extras import require_node
 
 if TYPE_CHECKING:
@@ -47,18 +45,17 @@ def run(model: ModelArgument = None, /, *, flags: Flags["NodeConfig"] | None = N
     config = load_command_config(NodeConfig, flags, model=model)
     with exit_on_interrupt(), _without_gc():
         from nesa_node.cli.services.gateway_process import make_gateway_runner
+        from nesa_node.cli.services.side_services import serve_metrics_of, serve_page_of
         from nesa_node.server.node.daemon import run_node
         from nesa_node.swarm.p2p import tasks as event_loop
 
-    beside = make_gateway_runner(config, None if flags is None else flags.get("config"))
-    event_loop.run_event_loop(
-        run_with_metrics(
-            config,
-            lambda told: run_with_page(
-                config, partial(run_node, config, metric_sources=told, side_task=beside)
-            ),
-        )
-    )
+    gateway = make_gateway_runner(config, None if flags is None else flags.get("config"))
+
+    async def serve() -> None:
+        async with serve_metrics_of(config) as sources, serve_page_of(config) as show:
+            await run_node(config, show, metric_sources=sources, side_task=gateway)
+
+    event_loop.run_event_loop(serve())
     return 0
 
 
@@ -93,17 +90,15 @@ def orchestrate(
 
     config = load_command_config(OrchestratorConfig, flags, model=model)
     with exit_on_interrupt():
+        from nesa_node.cli.services.side_services import serve_metrics_of, serve_page_of
         from nesa_node.server.node.daemon import run_orchestrator
         from nesa_node.swarm.p2p import tasks as event_loop
 
-    event_loop.run_event_loop(
-        run_with_metrics(
-            config,
-            lambda told: run_with_page(
-                config, partial(run_orchestrator, config, metric_sources=told)
-            ),
-        )
-    )
+    async def serve() -> None:
+        async with serve_metrics_of(config) as sources, serve_page_of(config) as show:
+            await run_orchestrator(config, show, metric_sources=sources)
+
+    event_loop.run_event_loop(serve())
     return 0
 
 
@@ -113,12 +108,15 @@ def bootstrap(*, flags: Flags["PeerConfig"] | None = None) -> int:
 
     config = load_command_config(PeerConfig, flags)
     with exit_on_interrupt():
+        from nesa_node.cli.services.side_services import serve_metrics_of
         from nesa_node.server.node.daemon import run_bootstrap
         from nesa_node.swarm.p2p import tasks as event_loop
 
-    event_loop.run_event_loop(
-        run_with_metrics(config, lambda told: run_bootstrap(config, metric_sources=told))
-    )
+    async def serve() -> None:
+        async with serve_metrics_of(config) as sources:
+            await run_bootstrap(config, metric_sources=sources)
+
+    event_loop.run_event_loop(serve())
     return 0
 
 
@@ -148,10 +146,14 @@ def api(
     config = resolve_initial_peers(config, next(iter(config.offered_models), None))
     with exit_on_interrupt():
         from nesa_node.cli.services.gateway import run_gateway
+        from nesa_node.cli.services.side_services import serve_metrics_of
         from nesa_node.swarm.p2p import tasks as event_loop
 
-    run = partial(run_gateway, config, while_stdin=while_stdin)
-    event_loop.run_event_loop(run_with_metrics(config, run))
+    async def serve() -> None:
+        async with serve_metrics_of(config) as sources:
+            await run_gateway(config, sources, while_stdin=while_stdin)
+
+    event_loop.run_event_loop(serve())
     return 0
 
 

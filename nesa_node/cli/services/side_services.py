@@ -1,28 +1,29 @@
-"""Metrics server of daemons, for `--metrics`.
-
-Web page of orchestrators, for `--http`.
-"""
+"""Metrics server of daemons, for `--metrics`, and web page of orchestrators, for `--http`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from nesa_node import __version__
 from nesa_node.core.settings.http_address import HttpAddress
 
 if TYPE_CHECKING:
+    from nesa_node.core.ids import ModelId
     from nesa_node.core.metrics import MetricRegistry
-    from nesa_node.core.settings.models import MetricsConfig
+    from nesa_node.core.settings.models import MetricsConfig, OrchestratorConfig
+    from nesa_node.dashboard.app import Dashboard
+    from nesa_node.server.orchestrator.history import History
+    from nesa_node.swarm.node import Swarm
 
 
-async def run_with_metrics(
-    config: MetricsConfig, run: Callable[[MetricRegistry | None], Awaitable[None]]
-) -> None:
-    """Call `run` with the sources of a metrics server; with None without `config.metrics`."""
+@asynccontextmanager
+async def serve_metrics_of(config: MetricsConfig) -> AsyncIterator[MetricRegistry | None]:
+    """The sources of a metrics server; None without `config.metrics`."""
     if config.metrics is None:
-        await run(None)
+        yield None
         return
     # Imported here since it takes a quarter of a second.
     from nesa_node.core.metrics import MetricRegistry
@@ -30,25 +31,16 @@ async def run_with_metrics(
 
     sources = MetricRegistry(__version__)
     async with serve_metrics(sources, HttpAddress.parse(config.metrics)):
-        await run(sources)
+        yield sources
 
 
-if TYPE_CHECKING:
-    from nesa_node.core.ids import ModelId
-    from nesa_node.core.settings.models import OrchestratorConfig
-    from nesa_node.dashboard.app import Dashboard
-    from nesa_node.server.orchestrator.history import History
-    from nesa_node.swarm.node import Swarm
-
-    Show = Callable[[Swarm, ModelId, History], None]
-
-
-async def run_with_page(
-    config: OrchestratorConfig, run: Callable[[Show | None], Awaitable[None]]
-) -> None:
-    """Call `run` with a function that shows the swarm on a page; with None without `--http`."""
+@asynccontextmanager
+async def serve_page_of(
+    config: OrchestratorConfig,
+) -> AsyncIterator[Callable[[Swarm, ModelId, History], None] | None]:
+    """A function that shows the swarm on a page; None without `config.http`."""
     if config.http is None:
-        await run(None)
+        yield None
         return
     # Imported here since it takes half a second.
     from nesa_node.dashboard.app import Dashboard, make_app
@@ -65,7 +57,7 @@ async def run_with_page(
     async with serve_app(make_app(page), HttpAddress.parse(config.http), flag="--http"):
         watching = asyncio.create_task(_watch_swarm(page, seen), name="page")
         try:
-            await run(show)
+            yield show
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
