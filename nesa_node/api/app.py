@@ -9,19 +9,24 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nesa_node import __version__
-from nesa_node.api import openapi
-from nesa_node.api.endpoints import chat, completions, embeddings, health, responses
-from nesa_node.api.endpoints import model_list as catalogue
-from nesa_node.api.endpoints import tokenization as tokens
+from nesa_node.api.endpoints import (
+    chat,
+    completions,
+    embeddings,
+    model_list,
+    responses,
+    tokenization,
+)
 from nesa_node.api.endpoints.docs_page import docs_route
 from nesa_node.api.gateway import Gateway
 from nesa_node.api.models.registry import ModelRegistry
 from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
-from nesa_node.api.responses import errors as failures
+from nesa_node.api.openapi import install_openapi
+from nesa_node.api.responses.errors import install_error_handlers
 from nesa_node.api.responses.in_flight import GracefulShutdown, ResponseMemory
 from nesa_node.core.settings.models import GatewayConfig
 
-_ENDPOINT_MODULES = (chat, completions, embeddings, responses, catalogue, tokens, health)
+_ENDPOINT_MODULES = (chat, completions, embeddings, responses, model_list, tokenization)
 
 
 def make_app(
@@ -47,8 +52,8 @@ def make_app(
         redirect_slashes=False,
     )
     app.state.gateway = Gateway(models, config, shutdown or GracefulShutdown(), grammars, templates)
-    failures.install_error_handlers(app)
-    openapi.install_openapi(app)
+    install_error_handlers(app)
+    install_openapi(app)
     app.add_middleware(_HeadAsGet)
     app.add_middleware(ResponseMemory)
     for endpoint in _ENDPOINT_MODULES:

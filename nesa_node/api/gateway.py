@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends
@@ -27,7 +26,6 @@ from nesa_node.api.responses.in_flight import GracefulShutdown
 from nesa_node.api.schemas.chat_template import Render
 from nesa_node.core.ids import ModelId
 from nesa_node.core.settings.models import GatewayConfig
-from nesa_node.web.authenticator import ANONYMOUS_ID, Caller
 from nesa_node.web.problem import HttpProblem
 from nesa_node.web.rate_limits import Allowance
 
@@ -35,15 +33,29 @@ if TYPE_CHECKING:
     from nesa_node.api.models.served_model import ServedModel
 
 
-@dataclass(slots=True)
 class UsageCounter:
-    """Token counts of a request, passed to `spend` as they grow; prompts with the first event."""
+    """Token counts of a request, charged to its key as they grow; prompts with the first event."""
 
-    prompt_tokens: int
-    spend: Callable[[int], None]
-    cached_tokens: int = 0
-    new_tokens: int = 0
-    _prompt_charged: bool = False
+    def __init__(self, state: dict[str, Any]) -> None:
+        """`state` is the request's: it has the allowance of its key."""
+        self._state = state
+        self._allowance: Allowance | None = state.get("allowance")
+        self._prompt_charged = False
+        self.model = ""
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.new_tokens = 0
+
+    def start(self, model: str, prompt_tokens: int) -> UsageCounter:
+        """Count the tokens of a request to `model`, also for the log."""
+        self.model, self.prompt_tokens = model, prompt_tokens
+        self._state[USAGE_STATE_KEY] = self
+        return self
+
+    def charge(self, tokens: int) -> None:
+        """Charge tokens to the request's key."""
+        if self._allowance is not None:
+            self._allowance.spend_tokens(tokens)
 
     @asynccontextmanager
     async def charge_prompt_on_cancel(self) -> AsyncIterator[None]:
@@ -60,12 +72,12 @@ class UsageCounter:
             self.cached_tokens += event.cached_tokens
         elif event.tokens:
             self.new_tokens += len(event.tokens)
-            self.spend(len(event.tokens))
+            self.charge(len(event.tokens))
 
     def _charge_prompt(self) -> None:
         if not self._prompt_charged:
             self._prompt_charged = True
-            self.spend(self.prompt_tokens)
+            self.charge(self.prompt_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """`usage` object of chats and completions."""
@@ -151,9 +163,9 @@ class Gateway:
         return await self.models.get(self._require_name(name))
 
     def _require_name(self, name: str | None) -> str | None:
-        cards = self.models.entries()
-        if name is None and len(cards) > 1:
-            offered = ", ".join(card.name for card in cards[:20])
+        entries = self.models.entries()
+        if name is None and len(entries) > 1:
+            offered = ", ".join(entry.name for entry in entries[:20])
             raise HttpProblem(
                 400,
                 f"model is required, since several are served: {offered}",
@@ -162,9 +174,9 @@ class Gateway:
             )
         return name
 
-    def template_renderer(self, caller: str) -> Render | None:
+    def template_renderer(self) -> Render | None:
         """Renderer of untrusted chat templates in a child process; None: models are trusted."""
-        return partial(self.templates.render, caller=caller) if self.models.discovers else None
+        return self.templates.render if self.models.discovers else None
 
     async def watch_blocks(self, model: ServedModel) -> None:
         """Run until cancelled; raise `MissingBlocksError` once no node holds a block of `model`."""
@@ -176,35 +188,11 @@ def _get_gateway(request: Request) -> Gateway:
     return gateway
 
 
-def _get_caller(request: Request) -> str:
-    """Id of the request's API key (`web/access.py`); "" on a gateway without keys."""
-    caller: Caller | None = request.scope.get("state", {}).get("caller")
-    return "" if caller is None or caller.id == ANONYMOUS_ID else caller.id
+def _get_usage(request: Request) -> UsageCounter:
+    return UsageCounter(request.scope.setdefault("state", {}))
 
 
-class Meter:
-    """Token meter of one request, for the limits of its key and for the log."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
-        self._allowance: Allowance | None = state.get("allowance")
-
-    def __call__(self, tokens: int) -> None:
-        if self._allowance is not None:
-            self._allowance.spend_tokens(tokens)
-
-    def start_usage(self, model: str, prompt_tokens: int) -> UsageCounter:
-        """Usage counter of a request to `model`, also kept for the log."""
-        self._state[USAGE_STATE_KEY] = model, (usage := UsageCounter(prompt_tokens, self))
-        return usage
-
-
-def _get_meter(request: Request) -> Meter:
-    return Meter(request.scope.setdefault("state", {}))
-
-
-MeterOf = Annotated[Meter, Depends(_get_meter)]
-CallerOf = Annotated[str, Depends(_get_caller)]
+UsageOf = Annotated[UsageCounter, Depends(_get_usage)]
 GatewayOf = Annotated[Gateway, Depends(_get_gateway)]
 
 

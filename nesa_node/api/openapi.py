@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import models_json_schema
 
 from nesa_node import __version__
+from nesa_node.api.generation.job import FinishReason
 from nesa_node.api.schemas.request_body import RequestBody
 
 _BODY = "x-body"
@@ -91,9 +92,6 @@ class AssistantMessage(ResponseModel):
     content: str | None
     refusal: None
     tool_calls: list[ToolCall] | None = None
-
-
-FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(ResponseModel):

@@ -18,7 +18,7 @@ from nesa_node.core.tracing import NO_SPAN, TraceContext, TraceSpan
 log = get_logger(__name__)
 
 USAGE_STATE_KEY = "asked"
-"""Key in a request's state: its model's name and its `Usage`."""
+"""Key of a request's `UsageCounter` in its state."""
 CLIENT_CLOSED_STATUS = 499
 """Status counted for a client that disconnected before the response began; nginx's code."""
 
@@ -41,7 +41,7 @@ class RequestTelemetry:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, began = CLIENT_CLOSED_STATUS, time.perf_counter()
+        status, started_s = CLIENT_CLOSED_STATUS, time.perf_counter()
 
         async def sent(message: Message) -> None:
             nonlocal status
@@ -67,9 +67,9 @@ class RequestTelemetry:
                     {"http.response.status_code": status, "nesa.request_id": request_id}
                 )
                 if scope["method"] == "POST" or (route or "").startswith("/v1/"):
-                    ms = round((time.perf_counter() - began) * 1000, 1)
-                    told = _request_fields(scope) | ({"error": codes[-1]} if codes else {})
-                    log.info("request_answered", route=route, status=status, ms=ms, **told)
+                    ms = round((time.perf_counter() - started_s) * 1000, 1)
+                    fields = _request_fields(scope) | ({"error": codes[-1]} if codes else {})
+                    log.info("request_answered", route=route, status=status, ms=ms, **fields)
 
     def _start_span(self, scope: Scope) -> TraceSpan:
         path, method = scope["path"], scope["method"]
@@ -97,10 +97,9 @@ def _request_fields(scope: Scope) -> dict[str, object]:
     found: dict[str, object] = {}
     if (caller := state.get("caller")) is not None:
         found["key"] = caller.name
-    if (asked := state.pop(USAGE_STATE_KEY, None)) is not None:
-        model, usage = asked
+    if (usage := state.pop(USAGE_STATE_KEY, None)) is not None:
         found |= {
-            "model": model,
+            "model": usage.model,
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.new_tokens,
         }

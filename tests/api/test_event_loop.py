@@ -246,7 +246,7 @@ async def test_log_probabilities_of_a_whole_answer_are_sent_in_chunks() -> None:
         return await asyncio.Future()
 
     answer = ChatCompletionBuilder(
-        "m", "f", n=1, with_logprobs=True, usage=UsageCounter(1, lambda _: None)
+        "m", "f", n=1, with_logprobs=True, usage=UsageCounter({}).start("m", 1)
     )
     scope = {"type": "http", "method": "POST", "headers": []}
     with turns.passing():

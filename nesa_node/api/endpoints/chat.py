@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,17 +17,15 @@ from msgspec import Raw
 from starlette.responses import Response
 
 from nesa_node.api.gateway import (
-    CallerOf,
     Gateway,
     GatewayOf,
-    Meter,
-    MeterOf,
     PendingResponse,
     UsageCounter,
+    UsageOf,
     system_fingerprint,
 )
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
-from nesa_node.api.models.jobs import JobEvent, check_prompt, run_jobs
+from nesa_node.api.models.jobs import RunJobs, check_prompt, run_jobs
 from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
 from nesa_node.api.responses import token_logprobs as chances
 from nesa_node.api.responses.http_responses import DONE_EVENT, new_id, sse_event
@@ -49,13 +46,11 @@ from nesa_node.api.schemas.sampling import (
 )
 from nesa_node.api.schemas.tokenization import offload_if_large
 from nesa_node.api.schemas.tool_calls import ToolCallParser, detect_call_format, forced_call_grammar
+from nesa_node.web.authenticator import current_caller
 from nesa_node.web.problem import HttpProblem
 
 if TYPE_CHECKING:
     from nesa_node.api.models.served_model import ServedModel
-
-
-RunJobs = Callable[[], AbstractAsyncContextManager[AsyncIterator[JobEvent]]]
 
 
 @dataclass(slots=True)
@@ -115,10 +110,10 @@ class ChatCompletionBuilder:
 
     async def build_json(self, run: RunJobs) -> dict[str, Any]:
         async with self._usage.charge_prompt_on_cancel(), run() as events:
-            async for _, happened in events:
-                self._usage.count(happened)
-                if isinstance(happened, Delta):
-                    self._choices[happened.index].append(happened, with_logprobs=self._logprobs)
+            async for _, event in events:
+                self._usage.count(event)
+                if isinstance(event, Delta):
+                    self._choices[event.index].append(event, with_logprobs=self._logprobs)
         choices = [self._choice_object(index, choice) for index, choice in enumerate(self._choices)]
         return {**self._header, "choices": choices, "usage": self._usage.to_json()}
 
@@ -127,14 +122,14 @@ class ChatCompletionBuilder:
         # OpenAI sends `"usage": null` in chunks only if `include_usage` is set.
         rest: dict[str, Any] = {"usage": None} if with_usage else {}
         async with self._usage.charge_prompt_on_cancel(), run() as events:
-            async for _, happened in events:
-                self._usage.count(happened)
-                if isinstance(happened, PrefillDone):
+            async for _, event in events:
+                self._usage.count(event)
+                if isinstance(event, PrefillDone):
                     for index in range(self._n):
                         opening = {"role": "assistant", "content": ""}
                         yield self._chunk_event(index, opening, None, None, rest)
                     continue
-                for data in self._delta_chunks(happened, rest):
+                for data in self._delta_chunks(event, rest):
                     yield data
         if with_usage:
             yield sse_event({**self._header, "choices": [], "usage": self._usage.to_json()})
@@ -145,15 +140,17 @@ class ChatCompletionBuilder:
         logprobs = None
         if self._logprobs and delta.tokens:
             logprobs = _logprobs_object(chances.encode_chat_logprobs(delta.tokens))
-        told = []
+        chunks = []
         if text or logprobs is not None:
-            told.append(self._chunk_event(delta.index, {"content": text}, logprobs, None, rest))
+            chunks.append(self._chunk_event(delta.index, {"content": text}, logprobs, None, rest))
         if calls:
             numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-            told.append(self._chunk_event(delta.index, {"tool_calls": numbered}, None, None, rest))
+            chunks.append(
+                self._chunk_event(delta.index, {"tool_calls": numbered}, None, None, rest)
+            )
         if reason is not None:
-            told.append(self._chunk_event(delta.index, {}, None, reason, rest))
-        return told
+            chunks.append(self._chunk_event(delta.index, {}, None, reason, rest))
+        return chunks
 
     def _chunk_event(
         self,
@@ -196,31 +193,29 @@ router = APIRouter()
 )
 async def chat(
     gateway: GatewayOf,
-    caller: CallerOf,
-    meter: MeterOf,
+    usage: UsageOf,
     body: Annotated[ChatCompletionRequest, body_dependency(ChatCompletionRequest)],
 ) -> Response:
     tools = _callable_tools(body)
-    prepare = partial(_prepare, gateway, caller, meter, body, tools)
+    prepare = partial(_prepare, gateway, usage, body, tools)
     return gateway.respond(body.model, prepare, stream=bool(body.stream))
 
 
 async def _prepare(
     gateway: Gateway,
-    caller: str,
-    meter: Meter,
+    usage: UsageCounter,
     body: ChatCompletionRequest,
     tools: list[Tool],
     model: ServedModel,
 ) -> PendingResponse:
-    job = await _make_job(gateway, model, body, tools, caller)
+    job = await _make_job(gateway, model, body, tools)
     reserve_logprobs([job], param="top_logprobs")
     answer = ChatCompletionBuilder(
         body.model or model.name,
         system_fingerprint(model.model_id),
         n=job.n,
         with_logprobs=job.top_logprobs is not None,
-        usage=meter.start_usage(model.name, len(job.prompt)),
+        usage=usage.start(model.name, len(job.prompt)),
         make_parser=_tool_call_parser(model, tools) if tools else None,
     )
     run = partial(run_jobs, model, [job], gateway.watch_blocks)
@@ -248,21 +243,18 @@ async def _make_job(
     model: ServedModel,
     body: ChatCompletionRequest,
     tools: list[Tool],
-    caller: str,
 ) -> Job:
     asked = merge_aliases(
         body.max_tokens, body.max_completion_tokens, ("max_tokens", "max_completion_tokens")
     )
     top, sampling = body.requested_logprobs(), body.sampling(model.vocab_size, model.defaults)
-    grammar = await _answer_grammar(
-        model, body, tools, partial(gateway.grammars.check, caller=caller)
-    )
+    grammar = await _answer_grammar(model, body, tools, gateway.grammars.check)
     prompt = await chat_prompt(
         model.tokenizer,
         body.messages,
         tools,
         max_tokens=model.context_length,
-        render=gateway.template_renderer(caller),
+        render=gateway.template_renderer(),
     )
     return Job(
         prompt=check_prompt(model, prompt, "messages"),
@@ -279,7 +271,7 @@ async def _make_job(
         stop=body.stop_texts(),
         ignore_eos=bool(body.ignore_eos),
         top_logprobs=top,
-        prefix_scope=caller,
+        prefix_scope=current_caller(),
         grammar=grammar,
     )
 

@@ -6,8 +6,7 @@ Responses of `POST /v1/completions`: one JSON object, or chunks.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,17 +15,15 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from nesa_node.api.gateway import (
-    CallerOf,
     Gateway,
     GatewayOf,
-    Meter,
-    MeterOf,
     PendingResponse,
     UsageCounter,
+    UsageOf,
     system_fingerprint,
 )
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
-from nesa_node.api.models.jobs import JobEvent, run_jobs, tokenize_prompts
+from nesa_node.api.models.jobs import JobEvent, RunJobs, run_jobs, tokenize_prompts
 from nesa_node.api.openapi import Completion, describe
 from nesa_node.api.responses.http_responses import DONE_EVENT, new_id, sse_event
 from nesa_node.api.responses.token_logprobs import CompletionLogprobsEncoder, reserve_logprobs
@@ -35,13 +32,13 @@ from nesa_node.api.schemas.request_body import body_dependency
 from nesa_node.api.schemas.response_format import checked_grammar, requested_schema
 from nesa_node.api.schemas.sampling import resolve_max_tokens
 from nesa_node.api.schemas.tokenization import decode_all, offload_if_large
+from nesa_node.web.authenticator import current_caller
 
 if TYPE_CHECKING:
     from nesa_node.api.models.served_model import ServedModel
 
 
 _ChoiceUpdate = tuple[int, str, dict[str, Any] | None, str | None]
-RunJobs = Callable[[], AbstractAsyncContextManager[AsyncIterator[JobEvent]]]
 
 
 @dataclass(slots=True)
@@ -110,10 +107,10 @@ class CompletionBuilder:
         rest: dict[str, Any] = {"usage": None} if with_usage else {}
         async with self._usage.charge_prompt_on_cancel(), run() as events:
             async for tagged in events:
-                for told in await self._choice_updates(tagged):
-                    if told[1] or told[2] or told[3]:
+                for update in await self._choice_updates(tagged):
+                    if any(update[1:]):
                         yield sse_event(
-                            {**self._header, "choices": [_choice_object(*told)], **rest}
+                            {**self._header, "choices": [_choice_object(*update)], **rest}
                         )
         if with_usage:
             yield sse_event({**self._header, "choices": [], "usage": self._usage.to_json()})
@@ -121,26 +118,26 @@ class CompletionBuilder:
 
     async def _choice_updates(self, tagged: JobEvent) -> list[_ChoiceUpdate]:
         """Index, text, log probabilities and finish reason of the choices it updates."""
-        job, happened = tagged
-        self._usage.count(happened)
-        if isinstance(happened, Delta):
-            index = job * self._n + happened.index
+        job, event = tagged
+        self._usage.count(event)
+        if isinstance(event, Delta):
+            index = job * self._n + event.index
             chances = self._choices[index].encoder
-            logprobs = chances.encode(happened.tokens) if chances and happened.tokens else None
-            return [(index, happened.text, logprobs, happened.finish_reason)]
+            logprobs = chances.encode(event.tokens) if chances and event.tokens else None
+            return [(index, event.text, logprobs, event.finish_reason)]
         # A prompt may have many log probabilities, which come in one event.
-        size = self._n * sum(1 + len(token.top) for token in happened.tokens)
-        return await offload_if_large(size, lambda: self._echo_updates(job, happened))
+        size = self._n * sum(1 + len(token.top) for token in event.tokens)
+        return await offload_if_large(size, lambda: self._echo_updates(job, event))
 
-    def _echo_updates(self, job: int, happened: PrefillDone) -> list[_ChoiceUpdate]:
+    def _echo_updates(self, job: int, event: PrefillDone) -> list[_ChoiceUpdate]:
         if self._echoes is None:
             return []
-        told: list[_ChoiceUpdate] = []
+        updates: list[_ChoiceUpdate] = []
         for index in range(job * self._n, (job + 1) * self._n):
             chances = self._choices[index].encoder
-            logprobs = chances.encode(happened.tokens, is_text_start=True) if chances else None
-            told.append((index, self._echoes[job], logprobs, None))
-        return told
+            logprobs = chances.encode(event.tokens, is_text_start=True) if chances else None
+            updates.append((index, self._echoes[job], logprobs, None))
+        return updates
 
 
 def _choice_object(
@@ -161,20 +158,19 @@ router = APIRouter()
 )
 async def complete(
     gateway: GatewayOf,
-    caller: CallerOf,
-    meter: MeterOf,
+    usage: UsageOf,
     body: Annotated[CompletionRequest, body_dependency(CompletionRequest)],
 ) -> Response:
     body.check_fields()
-    prepare = partial(_prepare, gateway, caller, meter, body)
+    prepare = partial(_prepare, gateway, usage, body)
     return gateway.respond(body.model, prepare, stream=bool(body.stream))
 
 
 async def _prepare(
-    gateway: Gateway, caller: str, meter: Meter, body: CompletionRequest, model: ServedModel
+    gateway: Gateway, usage: UsageCounter, body: CompletionRequest, model: ServedModel
 ) -> PendingResponse:
     prompts = body.prompts()
-    jobs = await _make_jobs(gateway, model, body, prompts, caller)
+    jobs = await _make_jobs(gateway, model, body, prompts)
     reserve_logprobs(jobs, param="logprobs")
     answer = CompletionBuilder(
         body.model or model.name,
@@ -183,7 +179,7 @@ async def _prepare(
         prompts=len(jobs),
         echoes=await _prompt_texts(model, prompts) if body.echo else None,
         with_logprobs=body.logprobs is not None,
-        usage=meter.start_usage(model.name, sum(len(job.prompt) for job in jobs)),
+        usage=usage.start(model.name, sum(len(job.prompt) for job in jobs)),
     )
     run = partial(run_jobs, model, jobs, gateway.watch_blocks)
     return PendingResponse(
@@ -197,12 +193,10 @@ async def _make_jobs(
     model: ServedModel,
     body: CompletionRequest,
     prompts: list[str | list[int]],
-    caller: str,
 ) -> list[Job]:
     sampling = body.sampling(model.vocab_size, model.defaults)
-    check = partial(gateway.grammars.check, caller=caller)
     grammar = await checked_grammar(
-        requested_schema(body.response_format), "response_format", check
+        requested_schema(body.response_format), "response_format", gateway.grammars.check
     )
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return [
@@ -222,7 +216,7 @@ async def _make_jobs(
             ignore_eos=bool(body.ignore_eos),
             top_logprobs=body.logprobs,
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-            prefix_scope=caller,
+            prefix_scope=current_caller(),
             grammar=grammar,
         )
         for tokens in await tokenize_prompts(model, prompts, "prompt")

@@ -81,10 +81,10 @@ def _render_fields(schema: dict[str, Any], spec: dict[str, Any]) -> Iterator[str
     required = set(schema.get("required", ()))
     yield "<table><tr><th>field<th>type<th></tr>"
     for name, field in schema.get("properties", {}).items():
-        told = "required" if name in required else field.get("description", "")
+        note = "required" if name in required else field.get("description", "")
         yield (
             f"<tr><td><code>{escape(name)}</code><td>{escape(_describe_type(field))}"
-            f"<td>{escape(str(told))}</tr>"
+            f"<td>{escape(str(note))}</tr>"
         )
     yield "</table>"
 

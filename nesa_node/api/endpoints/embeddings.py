@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from nesa_node.api.gateway import Gateway, GatewayOf, Meter, MeterOf
+from nesa_node.api.gateway import Gateway, GatewayOf, UsageCounter, UsageOf
 from nesa_node.api.models.cancellation import cancel_when
 from nesa_node.api.models.jobs import tokenize_prompts
 from nesa_node.api.openapi import EmbeddingList, describe
@@ -63,7 +62,7 @@ class EmbeddingRequest(RequestBody):
 @router.post("/v1/embeddings", **describe("Embed texts", EmbeddingRequest, EmbeddingList))
 async def embed(
     gateway: GatewayOf,
-    meter: MeterOf,
+    usage: UsageOf,
     body: Annotated[EmbeddingRequest, body_dependency(EmbeddingRequest)],
 ) -> Response:
     model = await gateway.get_model(body.model)
@@ -89,26 +88,21 @@ async def embed(
             param="input",
         )
     reserve_memory(len(inputs) * (4 * model.hidden_size + _TENSOR_OVERHEAD_BYTES))
-    return gateway.respond_json(partial(_compute, gateway, meter, model, body, inputs))
+    return gateway.respond_json(partial(_compute, gateway, usage, model, body, inputs))
 
 
 async def _compute(
     gateway: Gateway,
-    meter: Meter,
+    usage: UsageCounter,
     model: ServedModel,
     body: EmbeddingRequest,
     inputs: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     tokens = sum(map(len, inputs))
-    meter.start_usage(model.name, tokens)
-    try:
-        async with cancel_when(gateway.watch_blocks(model)):
-            vectors = await model.embed(inputs)
-    except asyncio.CancelledError:
-        # A request that its client cancels counts against the key's limits, too.
-        meter(tokens)
-        raise
-    meter(tokens)
+    usage.start(model.name, tokens)
+    async with usage.charge_prompt_on_cancel(), cancel_when(gateway.watch_blocks(model)):
+        vectors = await model.embed(inputs)
+    usage.charge(tokens)
     return {
         "object": "list",
         "model": body.model or model.name,
@@ -122,8 +116,8 @@ def _embedding_objects(
 ) -> Iterator[msgspec.Raw]:
     encode = msgspec.json.Encoder().encode
     for index, vector_D in enumerate(vectors):
-        told = _encode_base64(vector_D) if as_base64 else vector_D.tolist()
-        yield msgspec.Raw(encode({"object": "embedding", "index": index, "embedding": told}))
+        embedding = _encode_base64(vector_D) if as_base64 else vector_D.tolist()
+        yield msgspec.Raw(encode({"object": "embedding", "index": index, "embedding": embedding}))
 
 
 def _encode_base64(vector_D: torch.Tensor) -> str:

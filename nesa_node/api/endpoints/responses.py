@@ -6,8 +6,7 @@ Responses of `POST /v1/responses`: one JSON object, or typed events.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,17 +14,9 @@ from fastapi import APIRouter
 from msgspec import Raw
 from starlette.responses import Response
 
-from nesa_node.api.gateway import (
-    CallerOf,
-    Gateway,
-    GatewayOf,
-    Meter,
-    MeterOf,
-    PendingResponse,
-    UsageCounter,
-)
+from nesa_node.api.gateway import Gateway, GatewayOf, PendingResponse, UsageCounter, UsageOf
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
-from nesa_node.api.models.jobs import JobEvent, check_prompt, run_jobs
+from nesa_node.api.models.jobs import RunJobs, check_prompt, run_jobs
 from nesa_node.api.openapi import ResponseEvent, ResponseObject, describe
 from nesa_node.api.responses import token_logprobs as chances
 from nesa_node.api.responses.http_responses import named_sse_event, new_id
@@ -35,13 +26,11 @@ from nesa_node.api.schemas.request_body import body_dependency
 from nesa_node.api.schemas.response_format import checked_grammar
 from nesa_node.api.schemas.responses_request import ResponsesRequest
 from nesa_node.api.schemas.sampling import resolve_max_tokens
+from nesa_node.web.authenticator import current_caller
 from nesa_node.web.problem import HttpProblem
 
 if TYPE_CHECKING:
     from nesa_node.api.models.served_model import ServedModel
-
-
-RunJobs = Callable[[], AbstractAsyncContextManager[AsyncIterator[JobEvent]]]
 
 
 class ResponseBuilder:
@@ -63,21 +52,21 @@ class ResponseBuilder:
 
     async def build_json(self, run: RunJobs) -> dict[str, Any]:
         async with self._usage.charge_prompt_on_cancel(), run() as events:
-            async for _, happened in events:
-                self._append(happened)
+            async for _, event in events:
+                self._append(event)
         return self._response_object()
 
     async def stream_events(self, run: RunJobs) -> AsyncGenerator[bytes, None]:
         at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         async with self._usage.charge_prompt_on_cancel(), run() as events:
-            async for _, happened in events:
-                logprobs = self._append(happened)
-                if isinstance(happened, PrefillDone):
+            async for _, event in events:
+                logprobs = self._append(event)
+                if isinstance(event, PrefillDone):
                     for data in self._opening_events(at):
                         yield data
-                elif happened.text or logprobs:
+                elif event.text or logprobs:
                     yield self._event(
-                        "response.output_text.delta", **at, delta=happened.text, logprobs=logprobs
+                        "response.output_text.delta", **at, delta=event.text, logprobs=logprobs
                     )
         for data in self._closing_events(at):
             yield data
@@ -88,17 +77,17 @@ class ResponseBuilder:
         self._error = {"code": problem.code or "server_error", "message": problem.message}
         return self._event("response.failed", response=self._response_object())
 
-    def _append(self, happened: PrefillDone | Delta) -> list[Raw]:
+    def _append(self, event: PrefillDone | Delta) -> list[Raw]:
         """Add an event to the response; return its log probabilities."""
-        self._usage.count(happened)
-        if isinstance(happened, PrefillDone):
+        self._usage.count(event)
+        if isinstance(event, PrefillDone):
             return []
-        self._text.append(happened.text)
-        brought = chances.encode_chat_logprobs(happened.tokens) if self._with_logprobs else []
-        self._token_logprobs += brought
-        if happened.finish_reason is not None:
-            self._status = "incomplete" if happened.finish_reason == "length" else "completed"
-        return brought
+        self._text.append(event.text)
+        logprobs = chances.encode_chat_logprobs(event.tokens) if self._with_logprobs else []
+        self._token_logprobs += logprobs
+        if event.finish_reason is not None:
+            self._status = "incomplete" if event.finish_reason == "length" else "completed"
+        return logprobs
 
     def _opening_events(self, at: dict[str, Any]) -> list[bytes]:
         item = {**self._output_item(), "status": "in_progress", "content": []}
@@ -143,11 +132,11 @@ class ResponseBuilder:
 
     def _response_object(self) -> dict[str, Any]:
         body, running = self._body, self._status == "in_progress"
-        given = None if body.text is None else body.text.format
-        shape: Any = {"type": "text"}
-        if given is not None:
-            shape = given.model_dump(by_alias=True, exclude_none=True)
-        cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        format_ = None if body.text is None else body.text.format
+        format_json: Any = {"type": "text"}
+        if format_ is not None:
+            format_json = format_.model_dump(by_alias=True, exclude_none=True)
+        incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
             "id": self._id,
             "object": "response",
@@ -155,7 +144,7 @@ class ResponseBuilder:
             "status": self._status,
             "background": False,
             "error": self._error,
-            "incomplete_details": cut,
+            "incomplete_details": incomplete,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "model": body.model,
@@ -167,7 +156,7 @@ class ResponseBuilder:
             # Responses are never stored, whatever the request asked for.
             "store": False,
             "temperature": self._sampling.temperature,
-            "text": {"format": shape},
+            "text": {"format": format_json},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": body.top_logprobs or 0,
@@ -197,42 +186,37 @@ router = APIRouter()
 )
 async def respond(
     gateway: GatewayOf,
-    caller: CallerOf,
-    meter: MeterOf,
+    usage: UsageOf,
     body: Annotated[ResponsesRequest, body_dependency(ResponsesRequest)],
 ) -> Response:
-    prepare = partial(_prepare, gateway, caller, meter, body)
+    prepare = partial(_prepare, gateway, usage, body)
     return gateway.respond(body.model, prepare, stream=bool(body.stream))
 
 
 async def _prepare(
-    gateway: Gateway, caller: str, meter: Meter, body: ResponsesRequest, model: ServedModel
+    gateway: Gateway, usage: UsageCounter, body: ResponsesRequest, model: ServedModel
 ) -> PendingResponse:
-    job = await _make_job(gateway, model, body, caller)
+    job = await _make_job(gateway, model, body)
     reserve_logprobs([job], param="top_logprobs")
     # The answer does not repeat the input, so its memory is freed.
     body = body.model_copy(update={"model": body.model or model.name, "input": ""})
-    answer = ResponseBuilder(body, job, usage=meter.start_usage(model.name, len(job.prompt)))
+    answer = ResponseBuilder(body, job, usage=usage.start(model.name, len(job.prompt)))
     run = partial(run_jobs, model, [job], gateway.watch_blocks)
     return PendingResponse(
         partial(answer.build_json, run), partial(answer.stream_events, run), answer.failed_event
     )
 
 
-async def _make_job(
-    gateway: Gateway, model: ServedModel, body: ResponsesRequest, caller: str
-) -> Job:
+async def _make_job(gateway: Gateway, model: ServedModel, body: ResponsesRequest) -> Job:
     top = body.requested_logprobs()
     schema = None if body.text is None else body.text.requested_schema()
-    grammar = await checked_grammar(
-        schema, "text.format", partial(gateway.grammars.check, caller=caller)
-    )
+    grammar = await checked_grammar(schema, "text.format", gateway.grammars.check)
     prompt = await chat_prompt(
         model.tokenizer,
         body.messages(),
         max_tokens=model.context_length,
         param="input",
-        render=gateway.template_renderer(caller),
+        render=gateway.template_renderer(),
     )
     return Job(
         prompt=check_prompt(model, prompt, "input"),
@@ -246,6 +230,6 @@ async def _make_job(
         ),
         sampling=body.sampling(model.defaults),
         top_logprobs=top,
-        prefix_scope=caller,
+        prefix_scope=current_caller(),
         grammar=grammar,
     )

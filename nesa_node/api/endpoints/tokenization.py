@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
-from nesa_node.api.gateway import CallerOf, GatewayOf, MeterOf
+from nesa_node.api.gateway import GatewayOf, UsageOf
 from nesa_node.api.openapi import DetokenizeResponse, TokenizeResponse, describe
 from nesa_node.api.responses.http_responses import json_response
 from nesa_node.api.schemas.chat_request import (
@@ -57,8 +57,7 @@ class DetokenizeRequest(RequestBody):
 @router.post("/tokenize", **describe("Split a text into tokens", TokenizeRequest, TokenizeResponse))
 async def tokenize(
     gateway: GatewayOf,
-    caller: CallerOf,
-    meter: MeterOf,
+    usage: UsageOf,
     body: Annotated[TokenizeRequest, body_dependency(TokenizeRequest)],
 ) -> Response:
     if (body.prompt is None) == (body.messages is None):
@@ -83,7 +82,7 @@ async def tokenize(
             continue_final_message=continued,
             add_special_tokens=bool(body.add_special_tokens),
             max_tokens=MAX_PROMPT_TOKENS,
-            render=gateway.template_renderer(caller),
+            render=gateway.template_renderer(),
         )
     else:
         special = body.add_special_tokens is not False
@@ -94,7 +93,7 @@ async def tokenize(
             max_tokens=MAX_PROMPT_TOKENS,
             param="prompt",
         )
-    meter(len(tokens))
+    usage.charge(len(tokens))
     strings = None
     if body.return_token_strs:
         strings = await offload_if_large(
@@ -115,7 +114,7 @@ async def tokenize(
 )
 async def detokenize(
     gateway: GatewayOf,
-    meter: MeterOf,
+    usage: UsageOf,
     body: Annotated[DetokenizeRequest, body_dependency(DetokenizeRequest)],
 ) -> Response:
     model = await gateway.models.get(body.model)
@@ -126,6 +125,6 @@ async def detokenize(
             code="invalid_value",
             param="tokens",
         )
-    meter(len(body.tokens))
+    usage.charge(len(body.tokens))
     (text,) = await decode_all(model.tokenizer, [body.tokens], param="tokens")
     return json_response({"prompt": text})

@@ -26,7 +26,6 @@ WINDOW_TOKENS = 16
 """Tokens of a window after which the next one begins."""
 REPLACEMENT = "\ufffd"
 """Character that decoders return for invalid or incomplete UTF-8."""
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _MERGEABLE_END = re.compile(r"(?: | '| n| n'| 'v| 'r)$")
 """Ends of texts that transformers' clean-up may merge with the following text."""
 
@@ -145,7 +144,7 @@ def decoder_step_types(tokenizer: Any) -> frozenset[str]:
     return frozenset(part["type"] for part in [state, *state.get("decoders", ())])
 
 
-_BYTE_TOKEN_VALUE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
 
 
@@ -175,7 +174,7 @@ class TokenBytes:
             if all(char in _BYTE_LEVEL_VALUES for char in token):
                 return bytes(_BYTE_LEVEL_VALUES[char] for char in token)
             return token.encode()
-        if (one := _BYTE_TOKEN_VALUE.fullmatch(token)) is not None:
+        if (one := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes.fromhex(one[1])
         return token.replace(_SENTENCEPIECE_SPACE, " ").encode()
 

@@ -207,10 +207,6 @@ def _top_p_candidates(scores_V: Tensor, top_p: float) -> tuple[Tensor, Tensor, T
     return scores_K, ids_K, weights_K, total
 
 
-MIN_LOGPROB = -9999.0
-"""Substitute for minus infinity and NaN, which JSON does not have."""
-
-
 def tokens_with_logprobs(
     logits_TV: Tensor,
     token_ids: Sequence[int],
@@ -231,17 +227,10 @@ def tokens_with_logprobs(
         best_TK, ids_TK = logits_TV.topk(min(num_candidates, logits_TV.shape[1]))
         best_TK = best_TK - total_T1
         rows = [
-            tuple(
-                CandidateToken(i, token_bytes(i), _finite_logprob(p))
-                for i, p in zip(ids, values, strict=True)
-            )
+            tuple(CandidateToken(i, token_bytes(i), p) for i, p in zip(ids, values, strict=True))
             for ids, values in zip(ids_TK.tolist(), best_TK.tolist(), strict=True)
         ]
     return [
-        SequenceToken(token_id, token_bytes(token_id), _finite_logprob(logprob), likeliest)
+        SequenceToken(token_id, token_bytes(token_id), logprob, likeliest)
         for token_id, logprob, likeliest in zip(token_ids, own_T, rows, strict=True)
     ]
-
-
-def _finite_logprob(logprob: float) -> float:
-    return max(logprob, MIN_LOGPROB) if math.isfinite(logprob) else MIN_LOGPROB

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nesa_node.api.generation.job import GenerationEvent, Job
@@ -25,6 +25,7 @@ _MAX_QUEUED_EVENTS = 64
 """Limit on events of a request that wait to be read."""
 
 JobEvent = tuple[int, GenerationEvent]
+RunJobs = Callable[[], AbstractAsyncContextManager[AsyncIterator[JobEvent]]]
 
 
 class ModelCheck(Protocol):

@@ -113,13 +113,13 @@ class ModelRegistry:
         found = self._match_name(name)
         if len(found) == 1:
             return found[0]
-        offered = ", ".join(card.name for card in self._entries[:20]) or "none"
+        offered = ", ".join(entry.name for entry in self._entries[:20]) or "none"
         shown = "any model" if name is None else f"`{name[:200]}`"
         reason = f"The model {shown} does not exist here; there are: {offered}"
         if why := self._refusal_reason(name):
             reason = f"The model {shown} is not offered here, though nodes serve it: {why}"
         if found:
-            several = ", ".join(card.source for card in found[:20])
+            several = ", ".join(entry.source for entry in found[:20])
             reason = f"{shown} may be any of these, ask for one by its whole name: {several}"
         raise HttpProblem(404, reason, code="model_not_found", param="model")
 
@@ -136,47 +136,49 @@ class ModelRegistry:
 
         Whole names take precedence: an untrusted name may end in the name of another model.
         """
-        cards = self._entries
+        entries = self._entries
         if name is None:
-            return cards[:1] if not self.discovers else cards
-        whole = [card for card in cards if name in (card.name, card.source) or name in card.ids]
-        return whole or [card for card in cards if _last_part(card.name) == name]
+            return entries[:1] if not self.discovers else entries
+        whole = [
+            entry for entry in entries if name in (entry.name, entry.source) or name in entry.ids
+        ]
+        return whole or [entry for entry in entries if _last_part(entry.name) == name]
 
     async def get(self, name: str | None) -> ServedModel:
         """Model by name, opened if necessary. Raises `HttpProblem` and `NesaError`."""
-        card = self.find_entry(name)
-        card.last_used_s = time.monotonic()
-        return await self._ensure_open(card)
+        entry = self.find_entry(name)
+        entry.last_used_s = time.monotonic()
+        return await self._ensure_open(entry)
 
-    async def _ensure_open(self, card: ModelEntry) -> ServedModel:
-        if card.served is not None:
-            return card.served
+    async def _ensure_open(self, entry: ModelEntry) -> ServedModel:
+        if entry.served is not None:
+            return entry.served
         with track_wait("the model to be opened for the first time"):
             # Shielded: a disconnecting client must not cancel what other requests wait for.
-            task = asyncio.create_task(self._open_once(card), name="open-model")
+            task = asyncio.create_task(self._open_once(entry), name="open-model")
             self._open_tasks.add(task)
             task.add_done_callback(self._open_tasks.discard)
             return await asyncio.shield(task)
 
-    async def _open_once(self, card: ModelEntry) -> ServedModel:
-        async with card.open_lock:
-            if card.served is not None:
-                return card.served
+    async def _open_once(self, entry: ModelEntry) -> ServedModel:
+        async with entry.open_lock:
+            if entry.served is not None:
+                return entry.served
             served = await (
-                self._open_discovered(card) if self.discovers else self._open_and_join(card)
+                self._open_discovered(entry) if self.discovers else self._open_and_join(entry)
             )
             self._directory.set_num_blocks(served.model_id, served.num_blocks)
-            card.model_id = served.model_id
-            card.context_length = served.context_length
-            card.served = served
-            card.last_used_s = time.monotonic()
-            if card not in self._entries:
+            entry.model_id = served.model_id
+            entry.context_length = served.context_length
+            entry.served = served
+            entry.last_used_s = time.monotonic()
+            if entry not in self._entries:
                 # It was removed from the entries while this request waited for the lock.
-                self._entries.append(card)
-            log.info("model_opened", model=card.model_id, **describe_sampling(served.defaults))
+                self._entries.append(entry)
+            log.info("model_opened", model=entry.model_id, **describe_sampling(served.defaults))
             return served
 
-    async def _open_discovered(self, card: ModelEntry) -> ServedModel:
+    async def _open_discovered(self, entry: ModelEntry) -> ServedModel:
         """Open a discovered model; one at a time, since they share the disk limit.
 
         A model that cannot be opened is not offered for `_OPEN_RETRY_S`.
@@ -185,32 +187,32 @@ class ModelRegistry:
             if sum(other.is_open for other in self._entries) >= MAX_OPEN:
                 await self._close_least_recently_used()
             try:
-                return await self._open_and_join(card, frozenset(card.announced_ids))
+                return await self._open_and_join(entry, frozenset(entry.announced_ids))
             except ModelError as error:
-                self._refuse(card, error)
+                self._refuse(entry, error)
                 raise
 
     async def _close_least_recently_used(self) -> None:
         """Close an unused discovered model. Raises `ResourceError` if all are in use."""
-        card = least_recently_used(self._entries, self._announced or {})
-        if card is None or card.served is None:
+        entry = least_recently_used(self._entries, self._announced or {})
+        if entry is None or entry.served is None:
             raise ResourceError(
                 f"{MAX_OPEN} models are open here, which is the most, and answer requests; name "
                 "those to serve with --model"
             )
-        served, card.served = card.served, None
-        log.info("model_closed", model=card.model_id)
+        served, entry.served = entry.served, None
+        log.info("model_closed", model=entry.model_id)
         self._directory.forget_num_blocks(served.model_id)
-        if card.model_id in (self._announced or {}):
+        if entry.model_id in (self._announced or {}):
             # Looks do not add the ids of open models to `announced`.
-            card.announced_ids = tuple(dict.fromkeys((card.model_id, *card.announced_ids)))
-        card.model_id = None
+            entry.announced_ids = tuple(dict.fromkeys((entry.model_id, *entry.announced_ids)))
+        entry.model_id = None
         await served.close()
 
     async def _open_and_join(
-        self, card: ModelEntry, ids: frozenset[ModelId] | None = None
+        self, entry: ModelEntry, ids: frozenset[ModelId] | None = None
     ) -> ServedModel:
-        served = await self._open(card.source, ids)
+        served = await self._open(entry.source, ids)
         try:
             await served.join()
         except BaseException:
@@ -220,26 +222,26 @@ class ModelRegistry:
 
     async def open_given(self) -> None:
         """Open all given models at the start, so that a wrong name fails early."""
-        for card in self._entries:
-            model = await self._ensure_open(card)
+        for entry in self._entries:
+            model = await self._ensure_open(entry)
             # The checkpoint's own name: owner and name for models of the hub.
-            card.name = model.name
+            entry.name = model.name
 
     async def close(self) -> None:
         for task in list(self._open_tasks):
             task.cancel()
         await asyncio.gather(*self._open_tasks, return_exceptions=True)
-        for card in self._entries:
-            if card.served is not None:
-                await card.served.close()
+        for entry in self._entries:
+            if entry.served is not None:
+                await entry.served.close()
 
     async def watch_blocks(self, model_id: ModelId) -> None:
         """Raise `MissingBlocksError` once blocks of the model are known to be missing."""
         await watch_missing_blocks(self._directory, model_id)
 
-    def holes(self, card: ModelEntry) -> tuple[Span, ...] | None:
+    def holes(self, entry: ModelEntry) -> tuple[Span, ...] | None:
         """Spans without nodes at the last look; None without a look, or if it found no node."""
-        found = [one for key in card.ids if (one := (self._announced or {}).get(key)) is not None]
+        found = [one for key in entry.ids if (one := (self._announced or {}).get(key)) is not None]
         return found[0].holes if found else None
 
     async def poll_swarm(self) -> None:
@@ -258,13 +260,13 @@ class ModelRegistry:
         self._announced = announced
         self._polled.set()
         if self.discovers:
-            for card in self._entries:
-                card.announced_ids = tuple(key for key in card.announced_ids if key in announced)
+            for entry in self._entries:
+                entry.announced_ids = tuple(key for key in entry.announced_ids if key in announced)
             # Entries neither open nor announced are dropped, to admit new ones (`MAX_DISCOVERED`).
             self._entries = [
-                card
-                for card in self._entries
-                if card.served or card.open_lock.locked() or card.announced_ids
+                entry
+                for entry in self._entries
+                if entry.served or entry.open_lock.locked() or entry.announced_ids
             ]
 
     async def _locate_candidates(self) -> None:
@@ -279,7 +281,7 @@ class ModelRegistry:
         """Announced model to locate next: the one tried longest ago; None if none is due."""
         if len(self._entries) >= MAX_DISCOVERED:
             return None
-        known = {key for card in self._entries for key in (*card.announced_ids, card.model_id)}
+        known = {key for entry in self._entries for key in (*entry.announced_ids, entry.model_id)}
         now = time.monotonic()
         tries = {
             model_id: self._refused.get(model_id, (0.0, ""))[0]
@@ -297,9 +299,9 @@ class ModelRegistry:
             self._refuse_id(model_id, error, _LOCATE_RETRY_S)
             return
         self._refused.pop(model_id, None)
-        for card in self._entries:
-            if card.source == source:
-                card.announced_ids = (*card.announced_ids, model_id)
+        for entry in self._entries:
+            if entry.source == source:
+                entry.announced_ids = (*entry.announced_ids, model_id)
                 break
         else:
             self._entries.append(
@@ -307,10 +309,10 @@ class ModelRegistry:
             )
         log.info("model_found", model=model_id)
 
-    def _refuse(self, card: ModelEntry, error: NesaError) -> None:
-        for model_id in card.announced_ids:
+    def _refuse(self, entry: ModelEntry, error: NesaError) -> None:
+        for model_id in entry.announced_ids:
             self._refuse_id(model_id, error, _OPEN_RETRY_S)
-        self._entries = [other for other in self._entries if other is not card]
+        self._entries = [other for other in self._entries if other is not entry]
 
     def _refuse_id(self, model_id: ModelId, error: NesaError, for_s: float) -> None:
         if model_id not in self._refused:
@@ -324,8 +326,10 @@ def least_recently_used(
     entries: Sequence[ModelEntry], announced: Container[ModelId]
 ) -> ModelEntry | None:
     """Least recently used open model without requests; models that no node announces go first."""
-    idle = [card for card in entries if card.served is not None and not card.served.running]
-    return min(idle, key=lambda card: (card.model_id in announced, card.last_used_s), default=None)
+    idle = [entry for entry in entries if entry.served is not None and not entry.served.running]
+    return min(
+        idle, key=lambda entry: (entry.model_id in announced, entry.last_used_s), default=None
+    )
 
 
 def _last_part(name: str) -> str:

@@ -41,7 +41,7 @@ class GrammarChecker:
         """Start one process in advance, so that the first check does not wait for it."""
         await self._processes.start()
 
-    async def check(self, grammar: str, caller: str = "") -> None:
+    async def check(self, grammar: str, caller: str | None = None) -> None:
         """Raise `ValueError` if `grammar` cannot be followed or exceeds the limits of a check.
 
         Raises `BusyError` if `caller` has too many checks waiting, or the machine is too slow.
@@ -94,7 +94,7 @@ class TemplateRenderer:
     def __init__(self) -> None:
         self._processes = ChildProcessPool(_RENDER_PROGRAM)
 
-    async def render(self, question: bytes, caller: str = "") -> str:
+    async def render(self, question: bytes, caller: str | None = None) -> str:
         """Rendered text. Raises `ValueError` if the template fails or exceeds the limits.
 
         `question` is JSON of the arguments of transformers' `render_jinja_template`. Raises

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from nesa_node.api.processes import child_program
 from nesa_node.core.errors import BusyError
 from nesa_node.core.logging import get_logger
+from nesa_node.web.authenticator import current_caller
 
 log = get_logger(__name__)
 
@@ -79,12 +80,13 @@ class ChildProcessPool:
         self._idle.append(await _ChildProcess.start(self._program))
 
     @asynccontextmanager
-    async def wait_turn(self, caller: str) -> AsyncIterator[Ask]:
-        """Wait for `caller`'s turn, then yield a function that asks questions.
+    async def wait_turn(self, caller: str | None = None) -> AsyncIterator[Ask]:
+        """Wait for the turn of `caller`, by default this request's; yield a function that asks.
 
         Raises `BusyError` if `caller` has too many questions waiting. Asking raises it if the
         machine is too slow or cannot start a process.
         """
+        caller = current_caller() if caller is None else caller
         queue = self._queues.setdefault(caller, _CallerQueue())
         if queue.length >= self._program.max_waiting:
             raise BusyError(

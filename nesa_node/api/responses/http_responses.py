@@ -229,12 +229,12 @@ class _SseWriter:
 
     async def keep_alive(self, every_s: float, waits: WaitTracker) -> None:
         """Send comments: the cause of the wait when it changes, else a keep-alive."""
-        told: object = None
+        last_cause: object = None
         while True:
             wait = waits.slow_wait()
             now = time.monotonic()
-            if wait is not None and (wait.key != told or now - self._last_write_s >= every_s):
-                told = wait.key
+            if wait is not None and (wait.key != last_cause or now - self._last_write_s >= every_s):
+                last_cause = wait.key
                 await self.write(b": " + wait.text(waits.clock()).encode() + b"\n\n")
             elif now - self._last_write_s >= every_s:
                 await self.write(_KEEPALIVE_COMMENT)

@@ -16,6 +16,7 @@ from nesa_node.api.schemas.request_body import (
     RequestBody,
     Text,
     TopLogprobs,
+    accept_part_types,
     missing_field_error,
 )
 from nesa_node.api.schemas.response_format import ResponseFormat
@@ -54,15 +55,6 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-def _check_part_type(value: object) -> object:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in ("text", "refusal"):
-        raise PydanticCustomError(
-            "unsupported_content", "parts of this type are not supported: the model reads text only"
-        )
-    return value
-
-
 class ContentPart(RequestBody):
     type: Literal["text", "refusal"]
     text: ConditionalText = None
@@ -80,7 +72,7 @@ class ContentPart(RequestBody):
         return self.text or self.refusal or ""
 
 
-Part = Annotated[ContentPart, BeforeValidator(_check_part_type)]
+Part = Annotated[ContentPart, accept_part_types("text", "refusal")]
 Content = Text | Annotated[list[Part], Field(max_length=MAX_MESSAGE_PARTS, fail_fast=True)]
 
 

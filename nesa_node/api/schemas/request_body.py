@@ -93,6 +93,21 @@ def limit_entries(max_entries: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def accept_part_types(*accepted: str) -> BeforeValidator:
+    """Validator that refuses parts of a message whose `type` is another one."""
+
+    def check(value: object) -> object:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in accepted:
+            raise PydanticCustomError(
+                "unsupported_content",
+                "parts of this type are not supported: the model reads text only",
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
 def missing_field_error() -> PydanticCustomError:
     """Error of a missing field that other fields require; reported like any missing field."""
     return PydanticCustomError("missing", "it is required")

@@ -27,6 +27,7 @@ from nesa_node.api.schemas.request_body import (
     Temperature,
     Text,
     TopLogprobs,
+    accept_part_types,
     missing_field_error,
 )
 from nesa_node.api.schemas.response_format import ANY_OBJECT, JsonObject, PlainText
@@ -34,15 +35,6 @@ from nesa_node.api.schemas.sampling import Metadata, OnlyWithStream
 from nesa_node.web.problem import HttpProblem
 
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
-
-
-def _check_part_type(value: object) -> object:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in ("input_text", "output_text", "refusal"):
-        raise PydanticCustomError(
-            "unsupported_content", "parts of this type are not supported: the model reads text only"
-        )
-    return value
 
 
 def _check_item_type(value: object) -> object:
@@ -76,7 +68,7 @@ class InputMessage(RequestBody):
     content: (
         Text
         | Annotated[
-            list[Annotated[InputPart, BeforeValidator(_check_part_type)]],
+            list[Annotated[InputPart, accept_part_types("input_text", "output_text", "refusal")]],
             Field(max_length=MAX_MESSAGE_PARTS, fail_fast=True),
         ]
     )

@@ -140,5 +140,5 @@ def test_many_parts_are_refused_before_any_is_read(kind: type[RequestBody]) -> N
 def test_calls_of_tools_count_as_parts() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
     messages = [{"role": "assistant", "tool_calls": [call] * 128}] * 129
-    with pytest.raises(HttpProblem, match="16512 parts and calls"):
+    with pytest.raises(HttpProblem, match="16512 parts and tool calls"):
         reading.parse_body(ChatCompletionRequest, json.dumps({"messages": messages}).encode())
