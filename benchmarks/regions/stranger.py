@@ -22,14 +22,9 @@ import msgspec
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import setup_logging
-from nesa_node.swarm.dht.notices import (
-    AnnouncedMove,
-    Lease,
-    PlacementNotice,
-    notice_key,
-    seal_notice,
-)
+from nesa_node.swarm.dht.notices import AnnouncedMove, Lease, PlacementNotice, notice_key
 from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX
+from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import dht_id
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.hivemind_imports import MSGPackSerializer, dht_pb2
@@ -76,7 +71,7 @@ async def lie(absurd: Swarm, stale: Swarm, order: dict[str, Any]) -> dict[str, A
         for peer, was in spans.items()
     ]
     await stale.notices.publish(PlacementNotice, model, epoch=0, **_fields(blocks, swapped, 0.0))
-    forged = msgspec.msgpack.decode(seal_notice(placement, absurd.identity))
+    forged = msgspec.msgpack.decode(seal_statement(placement, absurd.identity))
     unsigned = msgspec.msgpack.encode({**forged, "signature": bytes(64)})
     foreign = msgspec.msgpack.encode({**forged, "peer_id": order["boss"]})
     return {

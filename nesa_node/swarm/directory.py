@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -27,10 +27,9 @@ from nesa_node.swarm.dht.records import (
     RecordTable,
     majority_num_blocks,
     model_key,
-    seal_record,
 )
 from nesa_node.swarm.dht.rejoin import DhtRejoiner
-from nesa_node.swarm.dht.rpc import DhtRpc
+from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import RecordValidator
 from nesa_node.swarm.notice_store import STATEMENTS_PER_LOOP_TURN, NoticeStore
 from nesa_node.swarm.p2p.identity import Identity
@@ -55,7 +54,6 @@ class Directory:
 
     def __init__(
         self,
-        rpc: DhtRpc,
         identity: Identity,
         transport: Transport,
         validator: RecordValidator,
@@ -68,7 +66,6 @@ class Directory:
         if not 0 < ttl_s <= MAX_RECORD_TTL_S:
             raise ValueError(f"a record lives between 0 and {MAX_RECORD_TTL_S:g} s, not {ttl_s:g}")
         self.ttl_s = ttl_s
-        self._peer = rpc
         self._identity = identity
         self._transport = transport
         self._validator = validator
@@ -88,11 +85,6 @@ class Directory:
     def dropped(self) -> Counter[str]:
         """Number of records and notices refused since the start, by reason."""
         return self._validator.dropped
-
-    @property
-    def own_record(self) -> NodeRecord | None:
-        """The record that this node published last."""
-        return self._own_record
 
     def record(self, peer: PeerId) -> NodeRecord | None:
         """The newest valid record of `peer` seen so far; None if expired or withdrawn."""
@@ -127,11 +119,11 @@ class Directory:
         async with self._publish_lock:
             await self._transport.refresh_addresses()
             record = self._next_record(status)
-            sealed = seal_record(record, self._identity, self._membership)
+            sealed = seal_statement(record, self._identity, self._membership)
             self._own_record = record
             await self._publish_record(record, sealed)
             if status.state == "withdrawn":
-                self._records.drop(self._identity.peer_id)
+                self._records.drop(self._peer_id)
             else:
                 self._records.add(record)
         return record
@@ -189,9 +181,8 @@ class Directory:
         Records with another number of blocks are left out. The right number is `num_blocks`, else
         that of `set_num_blocks`, else that of most records.
         """
-        records = [record for record in self._live_records() if record.model_id == model_id]
-        num_blocks = self._num_blocks_of(model_id, records) if num_blocks is None else num_blocks
-        agreed = [record for record in records if record.num_blocks == num_blocks]
+        records = self._model_records(model_id)
+        num_blocks, agreed = self._agreed_records(model_id, records, num_blocks)
         if len(agreed) < len(records):
             self.dropped["num_blocks"] += len(records) - len(agreed)
         blames = self._reputation.blames(model_id, records)
@@ -213,9 +204,9 @@ class Directory:
 
         `num_blocks` is as in `snapshot`, which takes several times as long.
         """
-        records = [record for record in self._live_records() if record.model_id == model_id]
-        num_blocks = self._num_blocks_of(model_id, records) if num_blocks is None else num_blocks
-        agreed = [record for record in records if record.num_blocks == num_blocks]
+        num_blocks, agreed = self._agreed_records(
+            model_id, self._model_records(model_id), num_blocks
+        )
         rises = [0] * (num_blocks + 1)
         for record in agreed:
             if record.state == "serving":
@@ -228,20 +219,18 @@ class Directory:
         """Addresses of all nodes of a model, from remembered records."""
         return {
             PeerId(record.peer_id): record.addresses
-            for record in self._live_records()
-            if record.model_id == model_id and record.num_blocks == num_blocks
+            for record in self._model_records(model_id)
+            if record.num_blocks == num_blocks
         }
 
     def blames(self, model_id: ModelId) -> Mapping[PeerId, float]:
         """Blame of each peer for reported failures, as of now (`routing/reputation.py`)."""
-        records = [record for record in self._live_records() if record.model_id == model_id]
-        return self._reputation.blames(model_id, records)
+        return self._reputation.blames(model_id, self._model_records(model_id))
 
     def speed_doubts(self, model_id: ModelId) -> Mapping[PeerId, float]:
         """Peers reported to be slower than they announce, with weights
         (`ReputationView.speed_doubts`)."""
-        records = [record for record in self._live_records() if record.model_id == model_id]
-        return self._reputation.speed_doubts(model_id, records)
+        return self._reputation.speed_doubts(model_id, self._model_records(model_id))
 
     def measured_links(self, snapshot: Snapshot) -> dict[PeerId, tuple[MeasuredLink, ...]]:
         """Links announced by the nodes of `snapshot` in their newest records."""
@@ -286,11 +275,7 @@ class Directory:
     def _next_record(self, status: NodeStatus) -> NodeRecord:
         """Make a record of `status`; its sequence number and expiry rise, also after a restart."""
         now = self._clock()
-        own = (
-            self._records.get(self._identity.peer_id)
-            if self._own_record is None
-            else self._own_record
-        )
+        own = self._own_record or self._records.get(self._peer_id)
         last_seq = max(-1 if own is None else own.seq, self._validator.newest_seq(self._peer_id))
         expires_at = now + self.ttl_s
         if own is not None:
@@ -338,7 +323,7 @@ class Directory:
             if number % STATEMENTS_PER_LOOP_TURN == 0:
                 await asyncio.sleep(0)
             try:
-                record = self._validator.open_record(sealed)
+                record = self._validator.open(NodeRecord, sealed)
             except RecordError as error:
                 self.dropped[error.reason] += 1
                 continue
@@ -383,6 +368,13 @@ class Directory:
             if record.expires_at > now and record.state != "withdrawn"
         ]
 
-    def _num_blocks_of(self, model_id: ModelId, records: Iterable[NodeRecord]) -> int:
-        known = self._num_blocks.get(model_id)
-        return majority_num_blocks(records) if known is None else known
+    def _model_records(self, model_id: ModelId) -> list[NodeRecord]:
+        return [record for record in self._live_records() if record.model_id == model_id]
+
+    def _agreed_records(
+        self, model_id: ModelId, records: Sequence[NodeRecord], num_blocks: int | None
+    ) -> tuple[int, list[NodeRecord]]:
+        """Return the model's number of blocks, as `snapshot` finds it, and the records with it."""
+        if num_blocks is None:
+            num_blocks = self._num_blocks.get(model_id) or majority_num_blocks(records)
+        return num_blocks, [record for record in records if record.num_blocks == num_blocks]

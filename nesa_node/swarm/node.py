@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
+from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
-from nesa_node.swarm.dht.member import DhtStore, MemberNode
+from nesa_node.swarm.dht.member import RPC_TIMEOUT_S, DhtStore, MemberNode
 from nesa_node.swarm.dht.rejoin import DhtRejoiner
 from nesa_node.swarm.dht.rpc import DhtRpc
 from nesa_node.swarm.dht.storage import BoundedStorage
@@ -28,14 +30,12 @@ from nesa_node.swarm.p2p.membership import Membership
 from nesa_node.swarm.p2p.peer_lookup import resolve_peer_ids
 from nesa_node.swarm.p2p.rtt import PING_PROTOCOL, RttTable, answer_pings
 from nesa_node.swarm.p2p.tasks import gather_until_first_answer
-from nesa_node.swarm.p2p.transport import Transport, open_transport, split_peer_address
+from nesa_node.swarm.p2p.transport import Transport, open_transport, parse_initial_peers
 from nesa_node.swarm.protocol.link_speed import LinkSpeeds
 from nesa_node.swarm.protocol.message_budget import MessageBudget
 from nesa_node.swarm.reputation import FailureReporter
 
 log = get_logger(__name__)
-
-_RPC_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ async def open_swarm(
     """
     membership = Membership(swarm_key)
     initial_peers = await resolve_peer_ids(initial_peers)
+    known_peers = parse_initial_peers(initial_peers, own=identity.peer_id)
     async with open_transport(
         identity,
         host_maddrs=host_maddrs,
@@ -90,19 +91,18 @@ async def open_swarm(
         listen=listen,
     ) as transport:
         validator = RecordValidator(membership, clock)
-        peer = DhtRpc(identity.peer_id, transport.unary, validator, membership)
-        async with _dht_node(peer, validator, listen=listen) as node:
-            await _join_dht(node, peer, initial_peers)
-            shelf = DhtStore(node, membership)
-            notices = NoticeStore(shelf, identity, validator, membership, clock=clock)
-            rejoining = DhtRejoiner(node, transport, initial_peers)
+        rpc = DhtRpc(identity.peer_id, transport.unary, validator, membership)
+        async with _dht_node(rpc, validator, listen=listen) as node:
+            await _join_dht(node, rpc, known_peers)
+            store = DhtStore(node, membership)
+            notices = NoticeStore(store, identity, validator, membership, clock=clock)
+            rejoiner = DhtRejoiner(node, transport, known_peers)
             directory = Directory(
-                peer,
                 identity,
                 transport,
                 validator,
                 notices,
-                rejoining,
+                rejoiner,
                 clock=clock,
                 ttl_s=record_ttl_s,
             )
@@ -110,7 +110,7 @@ async def open_swarm(
             if listen:
                 await transport.serve(PING_PROTOCOL, answer_pings)
             tasks = {
-                asyncio.create_task(rejoining.run(), name="dht-rejoin"),
+                asyncio.create_task(rejoiner.run(), name="dht-rejoin"),
                 asyncio.create_task(reporter.run(), name="reporter"),
             }
             try:
@@ -140,16 +140,20 @@ async def _dht_node(
         await rpc.close()
 
 
-async def _join_dht(node: MemberNode, rpc: DhtRpc, initial_peers: Sequence[str]) -> None:
-    others = _initial_peer_ids(node, initial_peers)
-    if not others:
+async def _join_dht(
+    node: MemberNode, rpc: DhtRpc, initial_peers: Mapping[PeerId, Sequence[str]]
+) -> None:
+    if not initial_peers:
         return
-    with track_wait("initial peers to answer as members of the DHT", limit_s=_RPC_TIMEOUT_S):
-        outcomes = await gather_until_first_answer(_ping_member(node, other) for other in others)
+    with track_wait("initial peers to answer as members of the DHT", limit_s=RPC_TIMEOUT_S):
+        outcomes = await gather_until_first_answer(
+            _ping_member(node, PeerID.from_base58(peer)) for peer in initial_peers
+        )
     if all(isinstance(outcome, PeerUnreachableError) for outcome in outcomes):
+        tried = ", ".join(chain(*initial_peers.values()))
         raise BootstrapError(
             "the initial peers can be reached, but none of them is a member of this swarm's DHT: "
-            f"{', '.join(initial_peers)}; are they nesa-nodes, with the same --swarm-key?"
+            f"{tried}; are they nesa-nodes, with the same --swarm-key?"
         )
     # In the background, since some of the neighbours may not answer.
     rpc.start(node.lookup(node.node_id))
@@ -159,8 +163,3 @@ async def _ping_member(node: MemberNode, member: PeerID) -> None:
     """Ping a member. Raises `PeerUnreachableError`."""
     if await node.protocol.call_ping(member) is None:
         raise PeerUnreachableError(f"{member} is no member of this DHT")
-
-
-def _initial_peer_ids(node: MemberNode, initial_peers: Sequence[str]) -> list[PeerID]:
-    names = dict.fromkeys(split_peer_address(address)[1] for address in initial_peers)
-    return [PeerID.from_base58(name) for name in names if name != str(node.peer_id)]

@@ -11,7 +11,8 @@ from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.dht.member import DhtStore
-from nesa_node.swarm.dht.notices import Notice, notice_key, seal_notice
+from nesa_node.swarm.dht.notices import Notice, notice_key
+from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import PeerAges, RecordValidator
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.membership import Membership
@@ -78,7 +79,7 @@ class NoticeStore:
         `PeerUnreachableError` if this node's own p2pd has ended.
         """
         notice = self._make_notice(kind, model_id, epoch, ttl_s, fields)
-        sealed = seal_notice(notice, self._identity, self.membership)
+        sealed = seal_statement(notice, self._identity, self.membership)
         self._remember(notice)
         name = kind.bounds.kind.name
         failure = await self.store.put(
@@ -97,7 +98,7 @@ class NoticeStore:
             if number % STATEMENTS_PER_LOOP_TURN == 0:
                 await asyncio.sleep(0)
             try:
-                notice = self._validator.open_notice(kind, sealed)
+                notice = self._validator.open(kind, sealed)
             except RecordError as error:
                 self._validator.dropped[error.reason] += 1
                 continue

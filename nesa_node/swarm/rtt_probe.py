@@ -42,31 +42,27 @@ async def probe_rtts(
     node that has been seen is pinged until it does not answer, even when its record has expired
     here.
     """
-    look_at = time.monotonic()
-    others: dict[PeerId, Sequence[str]] = {}
+    fetch_at_s = time.monotonic()
+    addresses: dict[PeerId, Sequence[str]] = {}
     while True:
         await asyncio.sleep(ping_interval_s * rng.uniform(0.8, 1.2))
         try:
-            if time.monotonic() >= look_at:
-                look_at = time.monotonic() + fetch_interval_s
+            if time.monotonic() >= fetch_at_s:
+                fetch_at_s = time.monotonic() + fetch_interval_s
                 fetch_interval_s = min(
                     3.0 * fetch_interval_s, max(MAX_FETCH_INTERVAL_S, fetch_interval_s)
                 )
                 await swarm.directory.fetch_one(model_id)
-            others = {peer: at for peer, at in others.items() if _has_rtt(swarm, peer)}
-            others |= swarm.directory.addresses(model_id, num_blocks)
-            others.pop(swarm.identity.peer_id, None)
-            peer = choose_ping_target(swarm.rtts, sorted(others), rng, refresh_s=refresh_s)
+            addresses = {peer: known for peer, known in addresses.items() if _has_rtt(swarm, peer)}
+            addresses |= swarm.directory.addresses(model_id, num_blocks)
+            addresses.pop(swarm.identity.peer_id, None)
+            peer = choose_ping_target(swarm.rtts, sorted(addresses), rng, refresh_s=refresh_s)
             if peer is not None:
-                await _ping_peer(swarm, peer, others[peer])
+                await swarm.rtts.ping_all(swarm.transport, {peer: addresses[peer]})
         except (SwarmError, OSError) as error:
             log.info("ping_failed", reason=str(error))
         except Exception:  # a bug must end neither the node nor its pings
             log.exception("ping_failed")
-
-
-async def _ping_peer(swarm: Swarm, peer: PeerId, addresses: Sequence[str]) -> None:
-    await swarm.rtts.ping_all(swarm.transport, {peer: addresses})
 
 
 def _has_rtt(swarm: Swarm, peer: PeerId) -> bool:

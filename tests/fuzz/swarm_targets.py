@@ -21,15 +21,10 @@ from nesa_node.swarm.dht.message_codec import (
     parse_message,
     unpack_records,
 )
-from nesa_node.swarm.dht.notices import NOTICE_KINDS, open_notice, seal_notice
-from nesa_node.swarm.dht.records import (
-    ALL_NODES_KEY,
-    model_key,
-    open_record_of_any_age,
-    seal_record,
-)
+from nesa_node.swarm.dht.notices import NOTICE_KINDS
+from nesa_node.swarm.dht.records import ALL_NODES_KEY, NodeRecord, model_key
 from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget, DhtRpc, node_id_of
-from nesa_node.swarm.dht.sealing import read_kind
+from nesa_node.swarm.dht.sealing import open_statement, read_kind, seal_statement
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.p2p.control import UnaryCalls, pack_multiaddr, read_protobuf
 from nesa_node.swarm.p2p.dial_addresses import choose_dial_addresses
@@ -62,7 +57,10 @@ NODE_ID = node_id_of(base58_decode(PEER))
 def sealed_statements() -> list[bytes]:
     record = make_record(IDENTITY, NOW, location=(1.0, 2.0), codecs=("int8:64",), next_span=(0, 3))
     notices = [make_notice(kind, IDENTITY, NOW) for kind in NOTICE_KINDS.values()]
-    return [seal_record(record, IDENTITY), *(seal_notice(notice, IDENTITY) for notice in notices)]
+    return [
+        seal_statement(record, IDENTITY),
+        *(seal_statement(notice, IDENTITY) for notice in notices),
+    ]
 
 
 def _trust(*_: object) -> bool:
@@ -251,10 +249,10 @@ def _statements() -> Iterator[Parse]:
         read_kind(data)
         for kind in kinds:
             with suppress(NesaError):
-                open_notice(kind, data)
+                open_statement(kind, data)
         with suppress(NesaError):
             validator.check(KEY, name, msgspec.msgpack.encode(data), NOW + 60)
-        record = open_record_of_any_age(data)
+        record = open_statement(NodeRecord, data)
         record.node_state()
         record.measured_links()
         choose_dial_addresses(record.addresses, (), public_only=True)

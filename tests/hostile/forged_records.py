@@ -9,8 +9,9 @@ from typing import Any
 
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.swarm.dht.records import MAX_RECORD_BYTES, NodeRecord, model_key, seal_record
+from nesa_node.swarm.dht.records import MAX_RECORD_BYTES, NodeRecord, model_key
 from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX
+from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import dht_id
 from nesa_node.swarm.p2p.hivemind_imports import DHTProtocol, MSGPackSerializer, dht_pb2
 from nesa_node.swarm.p2p.identity import Identity
@@ -27,7 +28,7 @@ async def forged_records(attacker: Attacker, count: int) -> None:
     for _ in range(count):
         now = time.time()
         mine = _record(attacker, own, now)
-        sealed = seal_record(mine, own)
+        sealed = seal_statement(mine, own)
         kind, changes = rng.choice(_forgeries(attacker, mine, sealed, old, now, rng))
         attacker.tally.note(f"record: {kind}", await _store(attacker, **changes), (REFUSED,))
 
@@ -52,9 +53,12 @@ def _forgeries(
         ("replayed", {**base, "name": victim, "sealed": rng.choice(old), "expires_at": now + 60}),
         (
             "expired",
-            {**base, "sealed": seal_record(expired, own), "expires_at": expired.expires_at},
+            {**base, "sealed": seal_statement(expired, own), "expires_at": expired.expires_at},
         ),
-        ("future", {**base, "sealed": seal_record(future, own), "expires_at": future.expires_at}),
+        (
+            "future",
+            {**base, "sealed": seal_statement(future, own), "expires_at": future.expires_at},
+        ),
         ("longer life", {**base, "expires_at": mine.expires_at + 300}),
         ("oversized", {**base, "sealed": rng.randbytes(MAX_RECORD_BYTES + 1)}),
         ("malformed", {**base, "name": victim, "sealed": rng.randbytes(rng.randrange(200))}),
@@ -72,7 +76,7 @@ async def sybils(attacker: Attacker, count: int, folder: Any) -> None:
         answer = await _store(
             attacker,
             name=record.peer_id,
-            sealed=seal_record(record, identity),
+            sealed=seal_statement(record, identity),
             expires_at=record.expires_at,
         )
         attacker.tally.note("sybil", answer, (STORED,))

@@ -26,10 +26,10 @@ from nesa_node.swarm.dht.notices import (
     PlacementNotice,
     ReportedFailure,
     notice_key,
-    seal_notice,
 )
-from nesa_node.swarm.dht.records import model_key, seal_record
+from nesa_node.swarm.dht.records import model_key
 from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget
+from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import dht_id
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, DHTProtocol, MSGPackSerializer, dht_pb2
@@ -125,29 +125,31 @@ async def scene(tmp_path: Path) -> AsyncIterator[_Scene]:
         await scene.announce()
         for member in scene.honest:
             # Spend their patience elsewhere: budgets have tests of their own.
-            member.directory._peer._budget = CallBudget(lambda: 0.0, burst_units=1e9)
+            member.directory._dht_store._node._rpc._budget = CallBudget(
+                lambda: 0.0, burst_units=1e9
+            )
         yield scene
 
 
 async def test_forged_placements_are_refused_by_every_member(scene: _Scene) -> None:
     boss, mine = scene.boss.identity, scene.attacker.identity
     good = scene.plan(boss)
-    sealed = seal_notice(good, boss)
+    sealed = seal_statement(good, boss)
     own = scene.plan(mine)
     unsigned = msgspec.msgpack.decode(sealed) | {"signature": bytes(64)}
-    foreign = msgspec.msgpack.decode(seal_notice(own, mine)) | {"peer_id": boss.peer_id}
+    foreign = msgspec.msgpack.decode(seal_statement(own, mine)) | {"peer_id": boss.peer_id}
     other_key = {"keys": [dht_id(notice_key(Lease, MODEL))]}
     record_key = {"keys": [dht_id(model_key(MODEL))]}
     attempts = [
         scene.store(good, msgspec.msgpack.encode(unsigned)),
         scene.store(good, msgspec.msgpack.encode(foreign)),
         scene.store(good, sealed.replace(b"plan", b"plam")),
-        scene.store(good, seal_notice(own, mine)),
+        scene.store(good, seal_statement(own, mine)),
         scene.store(good, bytes(20_000)),
-        scene.store(own, seal_notice(own, mine), **other_key),
-        scene.store(own, seal_notice(own, mine), **record_key),
-        scene.store(own, seal_notice(own, mine), expiration_time=[own.expires_at + 100]),
-        scene.store(own, seal_notice(own, mine), subkeys=[DHTProtocol.IS_REGULAR_VALUE]),
+        scene.store(own, seal_statement(own, mine), **other_key),
+        scene.store(own, seal_statement(own, mine), **record_key),
+        scene.store(own, seal_statement(own, mine), expiration_time=[own.expires_at + 100]),
+        scene.store(own, seal_statement(own, mine), subkeys=[DHTProtocol.IS_REGULAR_VALUE]),
     ]
     for attempt in attempts:
         assert await attempt == [False] * 3
@@ -159,7 +161,7 @@ async def test_replayed_placement_of_an_older_epoch_does_not_return(scene: _Scen
     old = await boss.notices.publish(
         PlacementNotice, MODEL, epoch=3, ttl_s=100, **_fields(scene.plan(boss.identity))
     )
-    sealed = seal_notice(old, boss.identity)
+    sealed = seal_statement(old, boss.identity)
     to_nowhere = scene.plan(boss.identity, scene.move((1, 11)), gain=0.0)
     new = await boss.notices.publish(
         PlacementNotice, MODEL, epoch=4, ttl_s=100, **_fields(to_nowhere)
@@ -188,18 +190,18 @@ async def test_absurd_placements_change_nothing_and_their_signers_are_ignored(
         liar = scene.stranger()
         liars.append(liar)
         lie = scene.plan(liar, *moves, **changes)
-        assert await scene.store(lie, seal_notice(lie, liar)) == [True] * 3
+        assert await scene.store(lie, seal_statement(lie, liar)) == [True] * 3
     assert await scene.asked() is None
     assert set(scene.obedience.distrusted) == {liar.peer_id for liar in liars}
     assert scene.obedience.refused["absurd"] == len(lies)
     # What they say truly is not heard either.
     for liar in liars:
         true = scene.plan(liar, epoch=4, expires_at=time.time() + 90)
-        assert await scene.store(true, seal_notice(true, liar)) == [True] * 3
+        assert await scene.store(true, seal_statement(true, liar)) == [True] * 3
     assert await scene.asked() is None
     honest = scene.stranger()
     true = scene.plan(honest)
-    await scene.store(true, seal_notice(true, honest))
+    await scene.store(true, seal_statement(true, honest))
     assert await scene.asked() == (honest.peer_id, "recomputed")
 
 
@@ -233,7 +235,7 @@ async def test_flood_of_notices_by_many_identities_leaves_room_for_honest_ones(
     for _ in range(300):
         sybil = scene.stranger()
         notice = make_notice(kind, sybil, time.time())
-        await scene.store(notice, seal_notice(notice, sybil))
+        await scene.store(notice, seal_statement(notice, sybil))
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     limit = kind.bounds.max_per_key
@@ -245,7 +247,7 @@ async def test_flood_of_notices_by_many_identities_leaves_room_for_honest_ones(
         assert len(await member.notices.fetch(kind, MODEL)) <= limit
     late = scene.stranger()
     notice = make_notice(kind, late, time.time())
-    assert any(await scene.store(notice, seal_notice(notice, late)))
+    assert any(await scene.store(notice, seal_statement(notice, late)))
     fields = _fields(make_notice(kind, scene.boss.identity, time.time()))
     honest = await scene.boss.notices.publish(kind, MODEL, epoch=9, ttl_s=60, **fields)
     for member in scene.honest:
@@ -260,7 +262,7 @@ async def test_notices_about_thousand_models_do_not_fill_a_member(scene: _Scene)
         model = f"model{index}@0"
         notice = make_notice(Lease, mine, time.time(), model_id=model)
         key = dht_id(notice_key(Lease, ModelId(model)))
-        await scene.store(notice, seal_notice(notice, mine), keys=[key])
+        await scene.store(notice, seal_statement(notice, mine), keys=[key])
     for member in scene.honest:
         storage = dht_node(member).protocol.storage
         assert len(storage._notice_keys) <= 257
@@ -277,12 +279,12 @@ async def test_slander_by_hundred_identities_is_bounded_and_honest_reports_pass(
         sybil, now = scene.stranger(), time.time()
         failure = ReportedFailure(peer=victim, kind="wrong", count=1000, at=now)
         notice = make_notice(FailureReport, sybil, now, failures=(failure,))
-        await scene.store(notice, seal_notice(notice, sybil))
+        await scene.store(notice, seal_statement(notice, sybil))
         # They even claim to have served for long, but are new here.
         record = make_record(sybil, now, **FIELDS, uptime_s=1e9)
         await scene.store(
             notice,
-            seal_record(record, sybil),
+            seal_statement(record, sybil),
             keys=[dht_id(model_key(MODEL))],
             expiration_time=[record.expires_at],
         )
@@ -305,7 +307,7 @@ async def test_mutated_notices_leave_members_up(scene: _Scene) -> None:
     for _ in range(300):
         kind = rng.choice(list(NOTICE_KINDS.values()))
         notice = make_notice(kind, mine, time.time())
-        sealed = bytearray(seal_notice(notice, mine))
+        sealed = bytearray(seal_statement(notice, mine))
         for _ in range(rng.randint(1, 4)):
             sealed[rng.randrange(len(sealed))] = rng.randrange(256)
         if rng.random() < 0.3:

@@ -85,14 +85,14 @@ async def call(source: Swarm, target: PeerId, method: str, data: bytes) -> bytes
 _READ_BOMBS = """
 import struct
 from nesa_node.core.errors import ProtocolError
-from nesa_node.swarm.dht.message_codec import load_flat, unpack_records
+from nesa_node.swarm.dht.message_codec import load_value, unpack_records
 from nesa_node.swarm.p2p.hivemind_imports import DictionaryDHTValue, MSGPackSerializer
 from tests.swarm.test_dht_bombs import nested
 for depth in (1, 200, 3000):
     bomb = nested(depth)
     inside = b"\\xc9" + struct.pack(">Ib", len(bomb), 0x50) + bomb
     arrays = b"\\x91" * 100_000
-    readers = unpack_records, load_flat, MSGPackSerializer.loads, DictionaryDHTValue.unpackb
+    readers = unpack_records, load_value, MSGPackSerializer.loads, DictionaryDHTValue.unpackb
     for packed in (bomb, inside, arrays, b"\\x93\\xc0\\xca\\x7f\\0\\0\\0" + arrays):
         for read in readers:
             try:
@@ -241,7 +241,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[tuple[Swarm, Swarm]]:
 
 def stop_the_budget_s_clock(swarm: Swarm) -> None:
     """On a busy machine the budget of a peer would fill again between its calls."""
-    swarm.directory._peer._budget = CallBudget(lambda: 0.0)
+    swarm.directory._dht_store._node._rpc._budget = CallBudget(lambda: 0.0)
 
 
 async def test_key_asked_for_twice_in_one_call_is_refused(pair: tuple[Swarm, Swarm]) -> None:
@@ -395,10 +395,10 @@ async def test_crowd_of_newcomers_is_served_one_at_a_time(pair: tuple[Swarm, Swa
     protocol.call_store = call_store
     for index in range(1000):
         await protocol.update_routing_table(DHTID(index), PeerID(index.to_bytes(34, "big")))
-    assert protocol.replication_queue.waiting <= MAX_WAITING_NEWCOMERS
+    assert protocol.replication_queue.num_waiting <= MAX_WAITING_NEWCOMERS
 
     async def all_served() -> bool:
-        return bool(protocol.replication_queue.waiting == 0)
+        return bool(protocol.replication_queue.num_waiting == 0)
 
     await eventually(all_served)
     assert len(set(served)) <= MAX_WAITING_NEWCOMERS

@@ -17,8 +17,8 @@ from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
 from nesa_node.swarm.dht import rejoin as rejoining
-from nesa_node.swarm.dht.records import NodeRecord, model_key, seal_record
-from nesa_node.swarm.dht.sealing import CLOCK_SKEW_S
+from nesa_node.swarm.dht.records import NodeRecord, model_key
+from nesa_node.swarm.dht.sealing import CLOCK_SKEW_S, seal_statement
 from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, MSGPackSerializer
 from nesa_node.swarm.p2p.identity import Identity
@@ -43,7 +43,7 @@ async def test_every_member_and_a_client_see_what_each_published(tmp_path: Path)
         for index, member in enumerate(members):
             status = make_status(span=(10 * index, 10 * index + 10), load=index / 4)
             record = await member.directory.publish(status)
-            assert member.directory.own_record == record
+            assert member.directory.record(member.identity.peer_id) == record
         client = await stack.enter_async_context(
             open_swarm(
                 Identity.ephemeral(tmp_path),
@@ -82,7 +82,7 @@ async def test_withdrawn_node_is_gone_at_once(tmp_path: Path) -> None:
     async with local_swarm(tmp_path, 3) as members:
         leaver, name = members[1].directory, members[1].identity.peer_id
         await leaver.withdraw()
-        assert leaver.own_record is None
+        assert leaver.record(name) is None
         await leaver.publish(make_status())
         assert (await members[2].directory.fetch(MODEL)).find_node(name) is not None
         await leaver.withdraw()
@@ -219,13 +219,13 @@ async def test_many_records_are_not_read_in_one_turn_of_the_event_loop(
         for _ in range(64):
             other = Identity.ephemeral(tmp_path)
             record = make_record(other, now)
-            value = MSGPackSerializer.dumps(seal_record(record, other))
+            value = MSGPackSerializer.dumps(seal_statement(record, other))
             assert storage.store_subkey(key, other.peer_id, value, record.expires_at)
-        turn, opened_in, unseal = 0, Counter[int](), validator.open_record
+        turn, opened_in, unseal = 0, Counter[int](), validator.open
 
-        def noted(sealed: bytes) -> NodeRecord:
+        def noted(kind: type[NodeRecord], sealed: bytes) -> NodeRecord:
             opened_in[turn] += 1
-            return unseal(sealed)
+            return unseal(kind, sealed)
 
         async def count_turns() -> None:
             nonlocal turn
@@ -233,7 +233,7 @@ async def test_many_records_are_not_read_in_one_turn_of_the_event_loop(
                 turn += 1
                 await asyncio.sleep(0)
 
-        monkeypatch.setattr(validator, "open_record", noted)
+        monkeypatch.setattr(validator, "open", noted)
         counting = asyncio.create_task(count_turns())
         assert len((await alone.directory.fetch(MODEL)).nodes) == 64
         counting.cancel()

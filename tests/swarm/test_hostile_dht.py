@@ -15,14 +15,9 @@ import pytest
 from nesa_node.core.errors import ProtocolError, RemoteError, SwarmError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.swarm.dht.message_codec import MAX_KEYS_PER_FIND
-from nesa_node.swarm.dht.records import (
-    ALL_NODES_KEY,
-    MAX_RECORD_BYTES,
-    NodeRecord,
-    model_key,
-    seal_record,
-)
+from nesa_node.swarm.dht.records import ALL_NODES_KEY, MAX_RECORD_BYTES, NodeRecord, model_key
 from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget, node_id_of
+from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import dht_id
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.control import UnaryCalls
@@ -95,7 +90,7 @@ async def attack(tmp_path: Path) -> AsyncIterator[_Attack]:
 
 
 def _record_of(swarm: Swarm) -> NodeRecord:
-    record = swarm.directory.own_record
+    record = swarm.directory.record(swarm.identity.peer_id)
     assert record is not None
     return record
 
@@ -104,8 +99,8 @@ async def test_foreign_and_forged_records_are_refused(attack: _Attack) -> None:
     name, attacker = attack.victim.identity.peer_id, attack.attacker.identity.peer_id
     now = time.time()
     mine = make_record(attack.attacker.identity, now, load=9.0)
-    sealed = seal_record(mine, attack.attacker.identity)
-    forged = seal_record(_record_of(attack.victim), attack.victim.identity).replace(
+    sealed = seal_statement(mine, attack.attacker.identity)
+    forged = seal_statement(_record_of(attack.victim), attack.victim.identity).replace(
         b"tiny", b"tina"
     )
     unwanted = {"subkeys": [DHTProtocol.IS_REGULAR_VALUE]}
@@ -128,7 +123,7 @@ async def test_foreign_and_forged_records_are_refused(attack: _Attack) -> None:
 
 async def test_replayed_record_neither_returns_nor_shortens_the_new_one(attack: _Attack) -> None:
     old = _record_of(attack.victim)
-    sealed = seal_record(old, attack.victim.identity)
+    sealed = seal_statement(old, attack.victim.identity)
     await attack.victim.directory.publish(make_status(load=0.75))
     for _ in range(20):
         assert await attack.store(sealed, PeerId(old.peer_id), old.expires_at) == [False, False]
@@ -141,7 +136,7 @@ async def test_replayed_record_neither_returns_nor_shortens_the_new_one(attack: 
 
 async def test_cache_entries_are_kept_as_any_other_record(attack: _Attack) -> None:
     record = _record_of(attack.victim)
-    sealed = seal_record(record, attack.victim.identity)
+    sealed = seal_statement(record, attack.victim.identity)
     for forged in (sealed.replace(b"tiny", b"tina"), b"poison"):
         stored = await attack.store(
             forged, PeerId(record.peer_id), record.expires_at, in_cache=[True]
@@ -158,7 +153,7 @@ async def test_bad_entry_of_a_dictionary_does_not_take_the_good_ones_with_it(
     records = DictionaryDHTValue()
     for identity in others:
         record = make_record(identity, now)
-        sealed = MSGPackSerializer.dumps(seal_record(record, identity))
+        sealed = MSGPackSerializer.dumps(seal_statement(record, identity))
         records.store(identity.peer_id, sealed, record.expires_at)
     records.store("12D3KooWNobody", sealed, record.expires_at)
     await attack.store(
@@ -181,7 +176,7 @@ async def test_lying_answers_to_a_search_change_nothing(attack: _Attack, lie: st
     old = _record_of(attack.victim)
     await attack.victim.directory.publish(make_status(load=0.75))
     forged = DictionaryDHTValue()
-    sealed = seal_record(old, attack.victim.identity).replace(b"tiny", b"tina")
+    sealed = seal_statement(old, attack.victim.identity).replace(b"tiny", b"tina")
     forged.store(old.peer_id, MSGPackSerializer.dumps(sealed), time.time() + 500)
     results: dict[str, Callable[[], Any]] = {
         "forged": lambda: _found(dht_pb2.FOUND_DICTIONARY, MSGPackSerializer.dumps(forged)),
@@ -216,7 +211,7 @@ async def test_stale_entry_of_an_answer_does_not_hide_the_good_ones(attack: _Att
         (attack.victim.identity, old),
         (only_here, make_record(only_here, time.time())),
     ):
-        sealed = MSGPackSerializer.dumps(seal_record(record, identity))
+        sealed = MSGPackSerializer.dumps(seal_statement(record, identity))
         records.store(identity.peer_id, sealed, record.expires_at)
 
     async def answer(*_: object) -> bytes:
@@ -292,7 +287,7 @@ async def test_oversized_batches_are_refused(attack: _Attack) -> None:
 async def test_thousand_mutated_calls_leave_a_member_up(attack: _Attack) -> None:
     rng = random.Random(7)
     record = _record_of(attack.victim)
-    sealed = MSGPackSerializer.dumps(seal_record(record, attack.victim.identity))
+    sealed = MSGPackSerializer.dumps(seal_statement(record, attack.victim.identity))
     seeds = {
         "rpc_ping": dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=os.urandom(20))),
         "rpc_find": dht_pb2.FindRequest(keys=[KEY, dht_id(ALL_NODES_KEY)]),
@@ -305,7 +300,9 @@ async def test_thousand_mutated_calls_leave_a_member_up(attack: _Attack) -> None
         ),
     }
     # Spend the victim's patience only here: the budget itself is tested below.
-    attack.witness.directory._peer._budget = CallBudget(lambda: 0.0, burst_units=1e9)
+    attack.witness.directory._dht_store._node._rpc._budget = CallBudget(
+        lambda: 0.0, burst_units=1e9
+    )
     answered = 0
     for _ in range(1000):
         method = rng.choice(list(seeds))

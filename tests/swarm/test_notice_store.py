@@ -18,8 +18,8 @@ from nesa_node.swarm.dht.notices import (
     Notice,
     PlacementNotice,
     ReportedFailure,
-    seal_notice,
 )
+from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.storage import BoundedStorage
 from nesa_node.swarm.dht.validator import RecordValidator
 from nesa_node.swarm.node import open_swarm
@@ -96,7 +96,7 @@ async def test_notices_expire(tmp_path: Path) -> None:
 
 def _notice_value(kind: type[Notice], folder: Path) -> bytes:
     stranger = Identity.ephemeral(folder)
-    sealed = seal_notice(make_notice(kind, stranger, time.time()), stranger)
+    sealed = seal_statement(make_notice(kind, stranger, time.time()), stranger)
     return bytes(MSGPackSerializer.dumps(sealed))
 
 

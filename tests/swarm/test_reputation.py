@@ -319,7 +319,7 @@ def expiring(number: int, now: float) -> tuple[Any, RecordTable, ExitHistories]:
     for index in range(number):
         known.add(cast(Any, _lasting(f"gone-{index}", now, 0.0)))
     directory: Any = Directory.__new__(Directory)
-    directory.ttl_s, directory._known, directory._clock = 60.0, known, lambda: now
+    directory.ttl_s, directory._records, directory._clock = 60.0, known, lambda: now
     directory._identity = SimpleNamespace(peer_id=own)
     directory._reputation = SimpleNamespace(histories=histories)
     return directory, known, histories

@@ -38,13 +38,13 @@ MAX_WAITING_NEWCOMERS = 16
 """New members that may wait at once for the records they should replicate."""
 NUM_REPLICAS = 5
 
-_RPC_TIMEOUT_S = 3.0
+RPC_TIMEOUT_S = 3.0
 _PARALLEL_CALLS = 4
 _SLOW_CALL_AFTER_S = 1.0
 """A call that takes longer no longer counts towards a lookup's limit of parallel calls."""
 _LOOKUP_TIMEOUT_S = 10.0
 _STORE_TIMEOUT_S = 12.0
-"""Until the last member of a store is called; its answer may take `_RPC_TIMEOUT_S` more."""
+"""Until the last member of a store is called; its answer may take `RPC_TIMEOUT_S` more."""
 _BAN_S = 5.0
 _BAN_GROWTH = 2.0
 _BUSY_BACKOFF_S = 0.5
@@ -92,7 +92,7 @@ class MemberNode:
             bucket_size=BUCKET_SIZE,
             depth_modulo=5,
             num_replicas=NUM_REPLICAS,
-            wait_timeout=_RPC_TIMEOUT_S,
+            wait_timeout=RPC_TIMEOUT_S,
             client_mode=client_mode,
             record_validator=validator,
         )

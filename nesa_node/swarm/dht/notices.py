@@ -6,27 +6,15 @@ signer's later notice of a kind replaces its earlier one: `(epoch, seq)` and the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.swarm.dht.records import Pair, Text, Time, max_items, parse_statement
-from nesa_node.swarm.dht.sealing import (
-    CLOCK_SKEW_S,
-    StatementKind,
-    open_envelope,
-    read_fields,
-    seal_body,
-)
-from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.dht.records import Pair, Text, Time, max_items
+from nesa_node.swarm.dht.sealing import Statement, StatementBounds, StatementKind
 
-NOTICE_MAJOR = 1
 MAX_PLACEMENT_MOVES = 64
 """Moves in one placement. Nodes move a few times an hour; further moves are in later placements."""
 MAX_REPORTED_PEERS = 16
@@ -35,7 +23,6 @@ MAX_MAGNITUDE = 1e9
 
 FailureKind = Literal["refused", "stalled", "lost", "wrong", "slow"]
 
-_PUBLIC_NETWORK = Membership(None)
 _Peer = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9_.:-]{1,40}$")]
 _Gain = Annotated[float, Field(ge=-1, le=1e6)]
@@ -45,25 +32,10 @@ _Number = Annotated[float, Field(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE)]
 _STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
-@dataclass(frozen=True, slots=True)
-class NoticeBounds:
-    """Limits of one kind of notice.
-
-    A notice lives at most `max_ttl_s`, two of one signer are at least `min_interval_s` apart, and a
-    DHT member keeps at most `max_per_key`.
-    """
-
-    kind: StatementKind
-    max_ttl_s: float
-    min_interval_s: float
-    max_per_key: int
-
-
-class Notice(BaseModel):
-    """Base class of all kinds of notices; `peer_id` is the signer's."""
+class Notice(Statement):
+    """Base class of all kinds of notices."""
 
     model_config = _STRICT
-    bounds: ClassVar[NoticeBounds]
 
     model_id: Text = Field(min_length=1, max_length=256)
     peer_id: str = Field(max_length=128)
@@ -97,7 +69,7 @@ class Lease(Notice):
     `role` "leading": the signer orchestrates in `epoch`; "ready": it is a candidate.
     """
 
-    bounds: ClassVar = NoticeBounds(StatementKind("lease", 1024), 120.0, 0.0, 64)
+    bounds: ClassVar = StatementBounds(StatementKind("lease", 1024), 120.0, 0.0, 64)
 
     role: Literal["leading", "ready"]
 
@@ -155,7 +127,7 @@ class PlacementNotice(Notice):
     from the defaults.
     """
 
-    bounds: ClassVar = NoticeBounds(StatementKind("placement", 8192), 600.0, 0.0, 32)
+    bounds: ClassVar = StatementBounds(StatementKind("placement", 8192), 600.0, 0.0, 32)
 
     num_blocks: int = Field(ge=1, le=10_000)
     based_on: str = Field(pattern=r"^[0-9a-f]{0,64}$")
@@ -202,7 +174,7 @@ class ReportedFailure(BaseModel):
 class FailureReport(Notice):
     """Recent failures of peers, as its signer has observed them."""
 
-    bounds: ClassVar = NoticeBounds(StatementKind("report", 2560), 300.0, 10.0, 128)
+    bounds: ClassVar = StatementBounds(StatementKind("report", 2560), 300.0, 10.0, 128)
 
     failures: Annotated[
         tuple[ReportedFailure, ...], max_items(MAX_REPORTED_PEERS), Field(min_length=1)
@@ -227,37 +199,3 @@ NOTICE_KINDS: dict[str, type[Notice]] = {
 def notice_key(kind: type[Notice], model_id: ModelId) -> str:
     """DHT key of the notices of a kind about a model."""
     return f"nesa/1/{kind.bounds.kind.name}/{model_id}"
-
-
-def seal_notice(
-    notice: Notice, identity: Identity, membership: Membership = _PUBLIC_NETWORK
-) -> bytes:
-    """Sign `notice`. Raises `RecordError` if it is too large or names another signer."""
-    kind = notice.bounds.kind
-    if notice.peer_id != identity.peer_id:
-        raise RecordError("foreign", f"cannot sign a {kind.name} of {notice.peer_id}")
-    body = msgspec.msgpack.encode({"version": NOTICE_MAJOR, **notice.model_dump()})
-    return seal_body(kind, body, identity, membership)
-
-
-def open_notice(
-    kind: type[Notice], data: bytes, membership: Membership = _PUBLIC_NETWORK
-) -> Notice:
-    """Verify and parse a notice regardless of its age. Raises `RecordError` as `open_envelope`
-    does.
-    """
-    name = kind.bounds.kind
-    peer_id, body = open_envelope(name, data, membership)
-    notice = parse_statement(kind, read_fields(name, body, NOTICE_MAJOR))
-    if notice.peer_id != peer_id:
-        raise RecordError("signature", f"{peer_id} signed a {name.name} of {notice.peer_id}")
-    return notice
-
-
-def check_notice_age(notice: Notice, now: float) -> None:
-    """Raise `RecordError`: expired, or future (issued more than `CLOCK_SKEW_S` from now)."""
-    name = notice.bounds.kind.name
-    if notice.expires_at <= now:
-        raise RecordError("expired", f"the {name} of {notice.peer_id} has expired")
-    if notice.issued_at > now + CLOCK_SKEW_S:
-        raise RecordError("future", f"the {name} of {notice.peer_id} is from a wrong clock")

@@ -8,44 +8,32 @@ Bounded table of the node records that this node remembers.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self
 
-import msgspec
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     model_validator,
 )
 
-from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId, model_name_candidates
 from nesa_node.core.settings.models import MAX_RECORD_TTL_S
 from nesa_node.core.span import Span
-from nesa_node.swarm.dht.sealing import (
-    CLOCK_SKEW_S,
-    RECORD_KIND,
-    StatementKind,
-    open_envelope,
-    read_fields,
-    seal_body,
-)
-from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.dht.sealing import RECORD_KIND, Statement, StatementBounds, StatementKind
 from nesa_node.topology.links.packed import MAX_PACKED_BYTES, MeasuredLink, unpack_links
 from nesa_node.topology.snapshot import NodeState
 
 MAX_RECORD_BYTES = 4096
 MAX_ADDRESSES = 16
 
-RECORD_MAJOR = 1
-_RECORD_KIND = StatementKind(RECORD_KIND, MAX_RECORD_BYTES)
-_PUBLIC_NETWORK = Membership(None)
+MAX_NODES_PER_MODEL = 1024
+"""Planning allocates arrays of nodes by nodes: 160 MiB, and a third of a second, for 1,024."""
 
 
 def _check_printable(text: str) -> str:
@@ -72,7 +60,6 @@ Text = Annotated[str, AfterValidator(_check_printable)]
 Count = Annotated[int, Field(ge=0, lt=2**50)]
 Rate = Annotated[float, Field(ge=0, le=1e8)]
 Time = Annotated[float, Field(gt=0, lt=1e11)]
-_Model = TypeVar("_Model", bound=BaseModel)
 CodecText = Annotated[str, Field(pattern=r"^[a-z0-9:@]{1,32}$")]
 
 
@@ -153,9 +140,16 @@ class NodeStatus(BaseModel):
         return self
 
 
-class NodeRecord(NodeStatus):
-    """A complete record with all fields bounded; one returned by `open_record` has a valid
+class NodeRecord(NodeStatus, Statement):
+    """A complete record with all fields bounded; one returned by `open_statement` has a valid
     signature."""
+
+    bounds: ClassVar = StatementBounds(
+        StatementKind(RECORD_KIND, MAX_RECORD_BYTES),
+        MAX_RECORD_TTL_S,
+        min_interval_s=-math.inf,
+        max_per_key=MAX_NODES_PER_MODEL,
+    )
 
     peer_id: str = Field(max_length=128)
     seq: int = Field(ge=0, lt=2**53)
@@ -174,58 +168,24 @@ class NodeRecord(NodeStatus):
             raise ValueError(f"a record lives at most {MAX_RECORD_TTL_S:g} s")
         return self
 
+    @property
+    def slot(self) -> tuple[str, str]:
+        """One record for each peer, whichever model it serves."""
+        return "", self.peer_id
+
     def node_state(self) -> NodeState:
         """The fields that planners use."""
-        shared = self.model_dump(include=_SHARED_FIELDS)
+        shared = {name: getattr(self, name) for name in _SHARED_FIELDS}
         return NodeState(peer_id=PeerId(self.peer_id), span=Span(*self.span), **shared)
 
     def measured_links(self) -> tuple[MeasuredLink, ...]:
         return unpack_links(self.measured)
 
 
-_SHARED_FIELDS = set(NodeState.__dataclass_fields__) - {"peer_id", "span"}
-
-
-def seal_record(
-    record: NodeRecord, identity: Identity, membership: Membership = _PUBLIC_NETWORK
-) -> bytes:
-    """Sign `record`. Raises `RecordError` if it is too large or names another signer."""
-    if record.peer_id != identity.peer_id:
-        raise RecordError("foreign", f"cannot sign a record of {record.peer_id}")
-    body = msgspec.msgpack.encode({"version": RECORD_MAJOR, **record.model_dump()})
-    return seal_body(_RECORD_KIND, body, identity, membership)
-
-
-def open_record(data: bytes, *, now: float, membership: Membership = _PUBLIC_NETWORK) -> NodeRecord:
-    """Verify and parse a record, valid at `now` (seconds since the epoch).
-
-    Raises `RecordError` with one of the reasons oversized, malformed, foreign (not of this private
-    swarm), signature, version, expired and future.
-    """
-    record = open_record_of_any_age(data, membership=membership)
-    check_record_age(record, now)
-    return record
-
-
-def open_record_of_any_age(data: bytes, *, membership: Membership = _PUBLIC_NETWORK) -> NodeRecord:
-    """Verify and parse a record regardless of its age, so that the result can be cached."""
-    peer_id, body = open_envelope(_RECORD_KIND, data, membership)
-    record = _parse_record(body)
-    if record.peer_id != peer_id:
-        raise RecordError("signature", f"{peer_id} signed a record of {record.peer_id}")
-    return record
-
-
-def check_record_age(record: NodeRecord, now: float) -> None:
-    """Raise `RecordError`: expired, or future (issued more than `CLOCK_SKEW_S` from now)."""
-    if record.expires_at <= now:
-        raise RecordError("expired", f"the record of {record.peer_id} has expired")
-    if record.issued_at > now + CLOCK_SKEW_S:
-        raise RecordError(
-            "future",
-            f"the record of {record.peer_id} was made {record.issued_at - now:.0f} s from now; "
-            "one of the two clocks is wrong",
-        )
+_SHARED_FIELDS = NodeState.__dataclass_fields__.keys() & NodeRecord.model_fields.keys() - {
+    "peer_id",
+    "span",
+}
 
 
 def model_key(model_id: ModelId) -> str:
@@ -264,26 +224,6 @@ ALL_NODES_KEY = "nesa/1/nodes"
 """DHT key of the index of all nodes."""
 
 
-def _parse_record(body: bytes) -> NodeRecord:
-    return parse_statement(NodeRecord, read_fields(_RECORD_KIND, body, RECORD_MAJOR))
-
-
-def parse_statement(model: type[_Model], fields: dict[str, Any]) -> _Model:
-    """Validate the fields of a signed statement. Raises `RecordError` (malformed)."""
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        # Without the input, which takes milliseconds to format.
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        words = f"a field is out of bounds: {field}: {first['msg']}"
-        raise RecordError("malformed", words[:200]) from error
-    except RecursionError as error:
-        raise RecordError("malformed", "fields are nested too deeply") from error
-
-
-MAX_NODES_PER_MODEL = 1024
-"""Planning allocates arrays of nodes by nodes: 160 MiB, and a third of a second, for 1,024."""
 MAX_NODES = 16_384
 """Nodes of all models together; models with a known number of blocks are exempt."""
 

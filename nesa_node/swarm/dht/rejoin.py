@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -19,7 +19,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.swarm.dht.member import MemberNode
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.swarm.p2p.hivemind_imports import PeerID
-from nesa_node.swarm.p2p.transport import Transport, split_peer_address
+from nesa_node.swarm.p2p.transport import Transport
 
 log = get_logger(__name__)
 
@@ -38,15 +38,14 @@ class DhtRejoiner:
     """Pings lost initial peers, and nodes with remembered records, to rejoin the DHT."""
 
     def __init__(
-        self, node: MemberNode, transport: Transport, initial_peers: Sequence[str]
+        self,
+        node: MemberNode,
+        transport: Transport,
+        initial_peers: Mapping[PeerId, Sequence[str]],
     ) -> None:
         self._node = node
         self._transport = transport
-        self._initial_peers: dict[PeerId, list[str]] = {}
-        for address in initial_peers:
-            name = split_peer_address(address)[1]
-            if name != transport.peer_id:
-                self._initial_peers.setdefault(name, []).append(address)
+        self._initial_peers = initial_peers
         self._attempt: asyncio.Task[bool] | None = None
         self._failed = False
         self._paused_until = 0.0

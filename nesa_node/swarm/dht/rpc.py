@@ -320,21 +320,21 @@ class DhtRpc:
         self, key: bytes, items: list[tuple[bytes, bytes, float]]
     ) -> list[tuple[str, bytes, float]]:
         """The valid items, with subkeys decoded; items after a forged signature are dropped."""
-        good: list[tuple[str, bytes, float]] = []
+        valid: list[tuple[str, bytes, float]] = []
         pending = iter(items)
         while batch := list(islice(pending, _CHECKS_PER_LOOP_TURN)):
             # One batch per turn of the event loop, however many calls wait.
             async with self._check_lock:
-                if not self._check_batch(key, batch, good):
+                if not self._check_batch(key, batch, valid):
                     break
                 await asyncio.sleep(0)
-        return good
+        return valid
 
     def _check_batch(
         self,
         key: bytes,
         items: list[tuple[bytes, bytes, float]],
-        good: list[tuple[str, bytes, float]],
+        valid: list[tuple[str, bytes, float]],
     ) -> bool:
         """Append the valid items to `good`; False if later items are to be dropped."""
         for subkey, value, expiration in items:
@@ -345,7 +345,7 @@ class DhtRpc:
                 if error.reason in ("signature", "oversized"):
                     return False
                 continue
-            good.append((record.peer_id, value, expiration))
+            valid.append((record.peer_id, value, expiration))
         return True
 
 

@@ -9,9 +9,10 @@ one kind is invalid for any other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgspec
+from pydantic import BaseModel, ValidationError
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import PeerId
@@ -21,6 +22,8 @@ from nesa_node.swarm.p2p.membership import TAG_BYTES, Membership
 CLOCK_SKEW_S = 30.0
 """Accepted difference between the clocks of two nodes."""
 RECORD_KIND = "record"
+_MAJOR_VERSION = 1
+_PUBLIC_NETWORK = Membership(None)
 
 _StatementKindName = Annotated[str, msgspec.Meta(max_length=16)]
 
@@ -35,6 +38,46 @@ class StatementKind:
     @property
     def prefix(self) -> bytes:
         return f"nesa-node {self.name} 1\0".encode()
+
+
+@dataclass(frozen=True, slots=True)
+class StatementBounds:
+    """Limits of one kind of statement.
+
+    It lives at most `max_ttl_s`, two of one signer are issued at least `min_interval_s` apart, and
+    a DHT member keeps at most `max_per_key`.
+    """
+
+    kind: StatementKind
+    max_ttl_s: float
+    min_interval_s: float
+    max_per_key: int
+
+
+class Statement(BaseModel):
+    """Base class of node records and of all kinds of notices; `peer_id` is the signer's."""
+
+    bounds: ClassVar[StatementBounds]
+
+    if TYPE_CHECKING:  # declared by the subclasses, in the order in which they are encoded
+        model_id: str
+        peer_id: str
+        seq: int
+        issued_at: float
+        expires_at: float
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Rises from each statement to the one that replaces it."""
+        return 0, self.seq
+
+    @property
+    def slot(self) -> tuple[str, str]:
+        """Statements of one kind and slot replace each other."""
+        return self.model_id, self.peer_id
+
+
+_Statement = TypeVar("_Statement", bound=Statement)
 
 
 class Envelope(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -57,10 +100,14 @@ def read_kind(sealed: bytes) -> str:
         return RECORD_KIND
 
 
-def seal_body(
-    kind: StatementKind, body: bytes, identity: Identity, membership: Membership
+def seal_statement(
+    statement: Statement, identity: Identity, membership: Membership = _PUBLIC_NETWORK
 ) -> bytes:
-    """Sign `body` and wrap it in an envelope. Raises `RecordError` (oversized)."""
+    """Sign `statement`. Raises `RecordError` if it is too large or names another signer."""
+    kind = statement.bounds.kind
+    if statement.peer_id != identity.peer_id:
+        raise RecordError("foreign", f"cannot sign a {kind.name} of {statement.peer_id}")
+    body = msgspec.msgpack.encode({"version": _MAJOR_VERSION, **statement.model_dump()})
     signature = identity.sign(kind.prefix + body)
     tag = membership.tag(kind.name.encode(), body, signature)
     sealed = msgspec.msgpack.encode(
@@ -71,7 +118,36 @@ def seal_body(
     return sealed
 
 
-def open_envelope(
+def open_statement(
+    model: type[_Statement], sealed: bytes, membership: Membership = _PUBLIC_NETWORK
+) -> _Statement:
+    """Verify and parse a statement regardless of its age, so that the result can be cached.
+
+    Raises `RecordError` with one of the reasons oversized, malformed, foreign (not of this private
+    swarm), signature and version.
+    """
+    kind = model.bounds.kind
+    peer_id, body = _open_envelope(kind, sealed, membership)
+    statement = _parse_statement(model, _read_fields(kind, body))
+    if statement.peer_id != peer_id:
+        raise RecordError("signature", f"{peer_id} signed a {kind.name} of {statement.peer_id}")
+    return statement
+
+
+def check_age(statement: Statement, now: float) -> None:
+    """Raise `RecordError`: expired, or future (issued more than `CLOCK_SKEW_S` from now)."""
+    name = statement.bounds.kind.name
+    if statement.expires_at <= now:
+        raise RecordError("expired", f"the {name} of {statement.peer_id} has expired")
+    if statement.issued_at > now + CLOCK_SKEW_S:
+        raise RecordError(
+            "future",
+            f"the {name} of {statement.peer_id} was made {statement.issued_at - now:.0f} s from "
+            "now; one of the two clocks is wrong",
+        )
+
+
+def _open_envelope(
     kind: StatementKind, sealed: bytes, membership: Membership
 ) -> tuple[PeerId, bytes]:
     """Verify an envelope; returns signer and body.
@@ -95,14 +171,28 @@ def open_envelope(
     return peer_id, body
 
 
-def read_fields(kind: StatementKind, body: bytes, version: int) -> dict[str, Any]:
+def _read_fields(kind: StatementKind, body: bytes) -> dict[str, Any]:
     """Decode the signed map. Raises `RecordError` (malformed or version)."""
     try:
         fields = msgspec.msgpack.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RecordError("malformed", f"a {kind.name}'s fields are not a msgpack map") from error
-    if fields.get("version") != version:
+    if fields.get("version") != _MAJOR_VERSION:
         raise RecordError(
             "version", f"{kind.name}s of version {fields.get('version')!r:.20} are not read"
         )
     return fields
+
+
+def _parse_statement(model: type[_Statement], fields: dict[str, Any]) -> _Statement:
+    """Validate the fields of a signed statement. Raises `RecordError` (malformed)."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        # Without the input, which takes milliseconds to format.
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        words = f"a field is out of bounds: {field}: {first['msg']}"
+        raise RecordError("malformed", words[:200]) from error
+    except RecursionError as error:
+        raise RecordError("malformed", "fields are nested too deeply") from error

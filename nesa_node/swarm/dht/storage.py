@@ -14,8 +14,8 @@ import msgspec
 
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.dht.message_codec import MAX_RECORDS_PER_CALL
-from nesa_node.swarm.dht.notices import NOTICE_KINDS, NoticeBounds
-from nesa_node.swarm.dht.sealing import read_kind
+from nesa_node.swarm.dht.notices import NOTICE_KINDS
+from nesa_node.swarm.dht.sealing import StatementBounds, read_kind
 from nesa_node.swarm.p2p.hivemind_imports import (
     DHTID,
     DHTLocalStorage,
@@ -84,7 +84,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         self._known_s = known_s
         self._bytes: Counter[DHTID] = Counter()
         self._counted_at = -math.inf
-        self._notice_keys: dict[DHTID, NoticeBounds] = {}
+        self._notice_keys: dict[DHTID, StatementBounds] = {}
 
     def store(
         self, key: DHTID, value: Any, expiration_time: float, subkey: str | None = None
@@ -219,7 +219,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
             and self._bytes.total() - notice_bytes + size <= MAX_BYTES
         )
 
-    def _has_notice_room(self, key: DHTID, bounds: NoticeBounds, subkey: str) -> bool:
+    def _has_notice_room(self, key: DHTID, bounds: StatementBounds, subkey: str) -> bool:
         """Whether a notice of a new signer may be stored; may evict another one."""
         self._remove_outdated()
         self._prune_notice_keys()
@@ -238,7 +238,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
             self._evict_least_known_key(self._notice_keys, known_s)
         return self._notice_fits(key, bounds)
 
-    def _evict_random_stranger(self, records: Any, bounds: NoticeBounds) -> bool:
+    def _evict_random_stranger(self, records: Any, bounds: StatementBounds) -> bool:
         """Evict a random signer of unknown age, if a small sample of the later half has one."""
         if records is None or len(records) < bounds.max_per_key:
             return False
@@ -250,7 +250,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
                 return True
         return False
 
-    def _notice_fits(self, key: DHTID, bounds: NoticeBounds) -> bool:
+    def _notice_fits(self, key: DHTID, bounds: StatementBounds) -> bool:
         records = self._records(key)
         if records is not None:
             if len(records) >= bounds.max_per_key:
@@ -284,7 +284,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         return [PeerId(peer) for peer, _ in records.items() if peer != self._own_subkey]
 
 
-def _notice_bounds(value: bytes) -> NoticeBounds | None:
+def _notice_bounds(value: bytes) -> StatementBounds | None:
     """Bounds of a notice; None for a node's record."""
     try:
         kind = NOTICE_KINDS.get(read_kind(msgspec.msgpack.decode(value, type=bytes)))

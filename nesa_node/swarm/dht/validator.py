@@ -20,22 +20,15 @@ import msgspec
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.swarm.dht.notices import (
-    NOTICE_KINDS,
-    Notice,
-    check_notice_age,
-    notice_key,
-    open_notice,
+from nesa_node.swarm.dht.notices import NOTICE_KINDS, Notice, notice_key
+from nesa_node.swarm.dht.records import ALL_NODES_KEY, NodeRecord, model_key
+from nesa_node.swarm.dht.sealing import (
+    RECORD_KIND,
+    Statement,
+    check_age,
+    open_statement,
+    read_kind,
 )
-from nesa_node.swarm.dht.records import (
-    ALL_NODES_KEY,
-    MAX_RECORD_BYTES,
-    NodeRecord,
-    check_record_age,
-    model_key,
-    open_record_of_any_age,
-)
-from nesa_node.swarm.dht.sealing import read_kind
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, DHTProtocol, DHTRecord, RecordValidatorBase
 from nesa_node.swarm.p2p.membership import Membership
 
@@ -98,12 +91,12 @@ _MAX_REMEMBERED_RECORDS = 16_384
 _MAX_REMEMBERED_NOTICES = 4096
 _MAX_OPENED_RECORDS = 4096
 _WRAPPING_BYTES = 8
-_MAX_STATEMENT_BYTES = max(
-    MAX_RECORD_BYTES, *(kind.bounds.kind.max_bytes for kind in NOTICE_KINDS.values())
-)
+_KINDS: dict[str, type[NodeRecord | Notice]] = {RECORD_KIND: NodeRecord, **NOTICE_KINDS}
+_MAX_STATEMENT_BYTES = max(kind.bounds.kind.max_bytes for kind in _KINDS.values())
 
 _Key = TypeVar("_Key", bound=Hashable)
 _Value = TypeVar("_Value")
+_Kind = TypeVar("_Kind", bound=Statement)
 
 
 class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
@@ -119,11 +112,12 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         self._membership = membership
         self._clock = clock
         self.index_id = dht_id(membership.dht_key(ALL_NODES_KEY))
-        self._newest: _LruTable[PeerId, int] = _LruTable(_MAX_REMEMBERED_RECORDS)
-        self._opened: _LruTable[bytes, NodeRecord | tuple[str, str]] = _LruTable(
-            _MAX_OPENED_RECORDS
-        )
-        self._notices = {name: _NoticeMemory(kind) for name, kind in NOTICE_KINDS.items()}
+        # Bounded tightly: a parsed placement takes a hundred times its packed size.
+        self._memories = {
+            name: _StatementMemory(_MAX_REMEMBERED_NOTICES, 2 * kind.bounds.max_per_key)
+            for name, kind in NOTICE_KINDS.items()
+        }
+        self._memories[RECORD_KIND] = _StatementMemory(_MAX_REMEMBERED_RECORDS, _MAX_OPENED_RECORDS)
 
     def validate(self, record: DHTRecord) -> bool:
         try:
@@ -144,60 +138,45 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         if subkey in DHTProtocol.RESERVED_SUBKEYS:
             raise RecordError("unwanted", "only records under a peer's own subkey are kept")
         sealed = _unwrap(value)
-        kind = NOTICE_KINDS.get(read_kind(sealed))
-        statement = self.open_record(sealed) if kind is None else self.open_notice(kind, sealed)
+        statement = self.open(_KINDS.get(read_kind(sealed), NodeRecord), sealed)
         if subkey != msgspec.msgpack.encode(statement.peer_id):
             raise RecordError("subkey", f"{statement.peer_id} may not write another peer's subkey")
         if key not in self._keys(statement):
             raise RecordError("key", f"what {statement.peer_id} says belongs elsewhere")
         if expiration != statement.expires_at:
             raise RecordError("expiry", "the expiry is not the signed one")
-        if isinstance(statement, Notice):
-            self._notices[statement.bounds.kind.name].remember(statement)
-        else:
-            self._remember(statement)
+        self._memory_of(type(statement)).remember(statement)
+        if isinstance(statement, NodeRecord):
+            self.peer_ages.record_seen(PeerId(statement.peer_id), statement.expires_at)
         return statement
 
-    def open_record(self, sealed: bytes) -> NodeRecord:
-        """Verify and parse a record as `unseal`, with the result cached for the same bytes."""
-
-        def unseal() -> NodeRecord:
-            return open_record_of_any_age(sealed, membership=self._membership)
-
-        record = _open_once(self._opened, sealed, unseal)
-        check_record_age(record, self._clock())
-        return record
-
-    def open_notice(self, kind: type[Notice], sealed: bytes) -> Notice:
-        """Verify and parse a notice, with the result cached. Raises `RecordError`."""
-        opened = self._notices[kind.bounds.kind.name].opened
-        notice = _open_once(opened, sealed, lambda: open_notice(kind, sealed, self._membership))
-        check_notice_age(notice, self._clock())
-        return notice
+    def open(self, kind: type[_Kind], sealed: bytes) -> _Kind:
+        """Verify and parse a statement that is valid now, with the result cached for the same
+        bytes. Raises `RecordError`."""
+        statement = self._memory_of(kind).open(kind, sealed, self._membership)
+        check_age(statement, self._clock())
+        return statement
 
     def newest_seq(self, peer: PeerId) -> int:
-        """Highest sequence number of a record of `peer` seen so far; -1 if none is remembered."""
-        return self._newest.get(peer, -1)
+        """Sequence number of the newest record of `peer` seen so far; -1 if none is remembered."""
+        latest = self._memory_of(NodeRecord).latest.get(("", peer))
+        return -1 if latest is None else latest[0][1]
 
     def newest_notice(
         self, kind: type[Notice], model_id: ModelId, peer: PeerId
     ) -> tuple[tuple[int, int], float] | None:
         """`(epoch, seq)` and expiry of the newest such notice of `peer` seen so far."""
-        latest = self._notices[kind.bounds.kind.name].latest.get((model_id, peer))
+        latest = self._memory_of(kind).latest.get((model_id, peer))
         return None if latest is None else (latest[0], latest[2])
+
+    def _memory_of(self, kind: type[Statement]) -> _StatementMemory:
+        return self._memories[kind.bounds.kind.name]
 
     def _keys(self, statement: NodeRecord | Notice) -> tuple[bytes, ...]:
         model = ModelId(statement.model_id)
         if isinstance(statement, Notice):
             return (dht_id(self._membership.dht_key(notice_key(type(statement), model))),)
         return self.index_id, dht_id(self._membership.dht_key(model_key(model)))
-
-    def _remember(self, record: NodeRecord) -> None:
-        peer = PeerId(record.peer_id)
-        if record.seq < self.newest_seq(peer):
-            raise RecordError("stale", f"a newer record of {peer} is known")
-        self._newest.put(peer, record.seq)
-        self.peer_ages.record_seen(peer, record.expires_at)
 
 
 class _LruTable(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
@@ -214,49 +193,45 @@ class _LruTable(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
             self.popitem(last=False)
 
 
-class _NoticeMemory:
-    """Order, issue time and expiry of the newest notices of one kind, by model and signer."""
+class _StatementMemory:
+    """Verified statements of one kind, and the order, issue time and expiry of the newest ones."""
 
-    def __init__(self, kind: type[Notice]) -> None:
+    def __init__(self, max_remembered: int, max_opened: int) -> None:
         self.latest: _LruTable[tuple[str, str], tuple[tuple[int, int], float, float]] = _LruTable(
-            _MAX_REMEMBERED_NOTICES
+            max_remembered
         )
-        # Bounded tightly: a parsed placement takes a hundred times its packed size.
-        self.opened: _LruTable[bytes, Notice | tuple[str, str]] = _LruTable(
-            2 * kind.bounds.max_per_key
-        )
+        self._opened: _LruTable[bytes, Statement | tuple[str, str]] = _LruTable(max_opened)
 
-    def remember(self, notice: Notice) -> None:
-        at = notice.model_id, notice.peer_id
-        name = notice.bounds.kind.name
-        order, issued_at, _ = self.latest.get(at, (notice.order, 0.0, 0.0))
-        if notice.order < order:
-            raise RecordError("stale", f"a newer {name} of {notice.peer_id} is known")
-        if notice.order > order and notice.issued_at < issued_at + notice.bounds.min_interval_s:
-            raise RecordError("too_soon", f"{notice.peer_id} makes too many {name}s")
-        self.latest.put(at, (notice.order, notice.issued_at, notice.expires_at))
+    def open(self, kind: type[_Kind], sealed: bytes, membership: Membership) -> _Kind:
+        """Verify and parse a statement of any age, once."""
+        digest = hashlib.sha256(sealed).digest()
+        result = self._opened.get(digest)
+        if result is None:
+            try:
+                result = open_statement(kind, sealed, membership)
+            except RecordError as error:
+                # The error itself would keep its traceback's frames alive.
+                result = error.reason, str(error)
+            self._opened.put(digest, result)
+        if isinstance(result, tuple):
+            raise RecordError(*result)
+        assert isinstance(result, kind)
+        return result
+
+    def remember(self, statement: Statement) -> None:
+        """Raise `RecordError` if a newer statement is known, or the last one is too recent."""
+        slot, bounds, signer = statement.slot, statement.bounds, statement.peer_id
+        order, issued_at, _ = self.latest.get(slot, (statement.order, 0.0, 0.0))
+        if statement.order < order:
+            raise RecordError("stale", f"a newer {bounds.kind.name} of {signer} is known")
+        if statement.order > order and statement.issued_at < issued_at + bounds.min_interval_s:
+            raise RecordError("too_soon", f"{signer} makes too many {bounds.kind.name}s")
+        self.latest.put(slot, (statement.order, statement.issued_at, statement.expires_at))
 
 
 def dht_id(key: str) -> bytes:
     """20-byte id of `key` in hivemind's DHT."""
     return bytes(DHTID.generate(source=key).to_bytes())
-
-
-def _open_once(
-    opened: _LruTable[bytes, _Value | tuple[str, str]], sealed: bytes, opening: Callable[[], _Value]
-) -> _Value:
-    digest = hashlib.sha256(sealed).digest()
-    result = opened.get(digest)
-    if result is None:
-        try:
-            result = opening()
-        except RecordError as error:
-            # The error itself would keep its traceback's frames alive.
-            result = error.reason, str(error)
-        opened.put(digest, result)
-    if isinstance(result, tuple):
-        raise RecordError(*result)
-    return result
 
 
 def _unwrap(value: bytes) -> bytes:

@@ -332,7 +332,7 @@ async def open_transport(
     Raises `IdentityError` if the key is in use, `ConfigError` for malformed addresses,
     `AddressInUseError` for a taken port, and `BootstrapError` if no initial peer answers.
     """
-    peers = _parse_initial_peers(initial_peers, own=identity.peer_id)
+    peers = parse_initial_peers(initial_peers, own=identity.peer_id)
     async with AsyncExitStack() as stack:
         stack.enter_context(identity.lock())
         daemon = await stack.enter_async_context(
@@ -398,7 +398,8 @@ def _pack_address_of(peer: PeerId, address: str) -> bytes | None:
     return packed if owner == peer else None
 
 
-def _parse_initial_peers(addresses: Sequence[str], own: PeerId) -> dict[PeerId, list[str]]:
+def parse_initial_peers(addresses: Sequence[str], own: PeerId) -> dict[PeerId, list[str]]:
+    """Addresses of each peer but `own`. Raises `ConfigError` for one that is no peer's."""
     peers: dict[PeerId, list[str]] = {}
     for address in addresses:
         _, peer = split_peer_address(address)

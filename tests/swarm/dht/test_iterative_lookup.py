@@ -26,8 +26,9 @@ from nesa_node.swarm.dht.iterative_lookup import (
     IterativeLookup,
 )
 from nesa_node.swarm.dht.member import NUM_REPLICAS, DhtStore, MemberNode
-from nesa_node.swarm.dht.records import model_key, seal_record
+from nesa_node.swarm.dht.records import model_key
 from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, DhtRpc, node_id_of
+from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.node import _dht_node
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, PeerID, dht_pb2
@@ -127,7 +128,7 @@ class _Member:
 
     async def put(self) -> str | None:
         record = make_record(self.identity, time.time())
-        sealed = seal_record(record, self.identity)
+        sealed = seal_statement(record, self.identity)
         return await self.shelf.put([KEY_NAME], sealed, record.expires_at, record.peer_id)
 
     async def find(self, **options: Any) -> int:
@@ -159,7 +160,7 @@ def _ground(key: DHTID, count: int) -> list[bytes]:
 async def test_a_member_that_names_ground_contacts_hides_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stalls: bool
 ) -> None:
-    monkeypatch.setattr(dht_node_module, "_RPC_TIMEOUT_S", RPC_TIMEOUT_S)
+    monkeypatch.setattr(dht_node_module, "RPC_TIMEOUT_S", RPC_TIMEOUT_S)
     monkeypatch.setattr(dht_node_module, "_SLOW_CALL_AFTER_S", RPC_TIMEOUT_S / 3)
     async with Network(tmp_path) as network:
         members = await network.add(SMALL)
@@ -200,7 +201,7 @@ async def test_a_search_that_is_not_over_in_time_returns_what_has_come(
 async def test_a_call_that_hangs_does_not_hold_up_a_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dht_node_module, "_RPC_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(dht_node_module, "RPC_TIMEOUT_S", 60.0)
     monkeypatch.setattr(dht_node_module, "_SLOW_CALL_AFTER_S", 0.1)
     async with Network(tmp_path) as network:
         members = await network.add(4)

@@ -16,7 +16,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.swarm.dht import records as known_records
 from nesa_node.swarm.dht.member import DhtStore
-from nesa_node.swarm.dht.records import NodeRecord, RecordTable, model_key, seal_record
+from nesa_node.swarm.dht.records import NodeRecord, RecordTable, model_key
+from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import dht_id
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, MSGPackSerializer
@@ -91,7 +92,7 @@ async def test_a_model_whose_blocks_are_known_is_trusted(tmp_path: Path) -> None
             for _ in range(ROOM if model_id != "m3@01" else 1):
                 identity = stranger()
                 sealed.append(
-                    seal_record(make_record(identity, time.time(), model_id=model_id), identity)
+                    seal_statement(make_record(identity, time.time(), model_id=model_id), identity)
                 )
             await directory._remember(sealed)
         assert len(directory.snapshot(ModelId("m2@01")).nodes) == ROOM
@@ -126,7 +127,7 @@ class Answers:
         own = self._records(["kept"])
         self.protocol = SimpleNamespace(storage=SimpleNamespace(records_of=lambda _: own))
 
-    async def look_up(self, _: DHTID, take: Callable[[Any], bool], **__: Any) -> None:
+    async def lookup(self, _: DHTID, take: Callable[[Any], bool], **__: Any) -> None:
         for names in self.named:
             assert not take(self._records(names))
 
@@ -157,7 +158,7 @@ def flood(member: Swarm, made: Iterator[int]) -> None:
             now = time.time() + 20
             changes = {"expires_at": now + 580, "seq": next(made)}
             record = make_record(identity, now, **changes)
-            value = MSGPackSerializer.dumps(seal_record(record, identity))
+            value = MSGPackSerializer.dumps(seal_statement(record, identity))
             made_up.append((identity.peer_id, value, record.expires_at))
         return made_up
 
@@ -167,7 +168,7 @@ def flood(member: Swarm, made: Iterator[int]) -> None:
 
 def answer_late(member: Swarm) -> None:
     """Let `member` answer each look after all that answer at once."""
-    peer: Any = member.directory._peer
+    peer: Any = member.directory._dht_store._node._rpc
     find = peer._find
 
     async def late(*asked: Any) -> Any:

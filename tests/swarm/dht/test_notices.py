@@ -21,12 +21,10 @@ from nesa_node.swarm.dht.notices import (
     Notice,
     PlacementNotice,
     ReportedFailure,
-    check_notice_age,
     notice_key,
-    open_notice,
-    seal_notice,
 )
-from nesa_node.swarm.dht.records import open_record, seal_record
+from nesa_node.swarm.dht.records import NodeRecord
+from nesa_node.swarm.dht.sealing import check_age, open_statement, seal_statement
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.p2p.hivemind_imports import DHTRecord, MSGPackSerializer
 from nesa_node.swarm.p2p.identity import Identity
@@ -46,7 +44,7 @@ def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
 
 def _reason(kind: type[Notice], sealed: bytes, membership: Membership | None = None) -> str:
     with pytest.raises(RecordError) as caught:
-        open_notice(kind, sealed, membership or Membership(None))
+        open_statement(kind, sealed, membership or Membership(None))
     return caught.value.reason
 
 
@@ -61,7 +59,7 @@ def _failure(peer: str = PEERS[1], **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_sealed_notice_comes_back_equal(identity: Identity, kind: type[Notice]) -> None:
     notice = make_notice(kind, identity, NOW)
-    assert open_notice(kind, seal_notice(notice, identity)) == notice
+    assert open_statement(kind, seal_statement(notice, identity)) == notice
 
 
 def test_largest_placement_and_report_fit(identity: Identity) -> None:
@@ -92,8 +90,8 @@ def test_largest_placement_and_report_fit(identity: Identity) -> None:
     report = make_notice(FailureReport, identity, NOW, failures=failures, model_id="m" * 256)
     membership = Membership("a long swarm key")
     for notice in (placement, report):
-        sealed = seal_notice(notice, identity, membership)
-        assert open_notice(type(notice), sealed, membership) == notice
+        sealed = seal_statement(notice, identity, membership)
+        assert open_statement(type(notice), sealed, membership) == notice
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -113,12 +111,14 @@ def test_no_garbage_passes_or_raises_anything_else(kind: type[Notice], data: byt
 
 def test_signature_of_one_kind_holds_for_no_other(identity: Identity) -> None:
     """Not even where the fields would do."""
-    sealed = {kind: seal_notice(make_notice(kind, identity, NOW), identity) for kind in ALL_KINDS}
-    record = seal_record(make_record(identity, NOW), identity)
+    sealed = {
+        kind: seal_statement(make_notice(kind, identity, NOW), identity) for kind in ALL_KINDS
+    }
+    record = seal_statement(make_record(identity, NOW), identity)
     for kind in ALL_KINDS:
         assert _reason(kind, record) == "malformed"
         with pytest.raises(RecordError):
-            open_record(sealed[kind], now=NOW)
+            open_statement(NodeRecord, sealed[kind])
         for other in ALL_KINDS:
             if other is not kind:
                 assert _reason(other, sealed[kind]) == "malformed"
@@ -131,11 +131,11 @@ def test_private_swarm_reads_its_own_notices_only(identity: Identity) -> None:
     ours, theirs = Membership("a long swarm key"), Membership("another swarm key")
     for kind in ALL_KINDS:
         notice = make_notice(kind, identity, NOW)
-        sealed = seal_notice(notice, identity, ours)
-        assert open_notice(kind, sealed, ours) == notice
+        sealed = seal_statement(notice, identity, ours)
+        assert open_statement(kind, sealed, ours) == notice
         assert _reason(kind, sealed, theirs) == "foreign"
         assert _reason(kind, sealed) == "foreign"
-        assert _reason(kind, seal_notice(notice, identity), ours) == "foreign"
+        assert _reason(kind, seal_statement(notice, identity), ours) == "foreign"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_field_out_of_bounds_is_refused_on_both_sides(
 
 
 def _sign_fields(identity: Identity, kind: type[Notice], **changes: Any) -> bytes:
-    """What `seal_notice` makes, of fields that `kind` itself would refuse."""
+    """What `seal_statement` makes, of fields that `kind` itself would refuse."""
     good = make_notice(kind, identity, NOW).model_dump()
     body = msgspec.msgpack.encode({"version": 1, **good, **changes})
     name = kind.bounds.kind.name
@@ -214,7 +214,7 @@ def test_crowded_field_is_refused_before_its_items_are_read(
     identity: Identity, kind: type[Notice], changes: dict[str, Any]
 ) -> None:
     with pytest.raises(RecordError, match="out of bounds") as caught:
-        open_notice(kind, _sign_fields(identity, kind, **changes), Membership(None))
+        open_statement(kind, _sign_fields(identity, kind, **changes), Membership(None))
     cause = caught.value.__cause__
     assert isinstance(cause, ValidationError)
     assert cause.error_count() < 4
@@ -227,10 +227,10 @@ def test_reporter_that_accuses_itself_is_refused(identity: Identity) -> None:
 
 def test_notice_lives_from_its_issue_to_its_expiry(identity: Identity) -> None:
     notice = make_notice(Lease, identity, NOW)
-    check_notice_age(notice, NOW + 59.9)
+    check_age(notice, NOW + 59.9)
     for now in (NOW + 60, NOW - 31):
         with pytest.raises(RecordError):
-            check_notice_age(notice, now)
+            check_age(notice, now)
 
 
 class _Member:
@@ -245,7 +245,7 @@ class _Member:
         fields: dict[str, Any] = {
             "key": dht_id(notice_key(type(notice), MODEL)),
             "subkey": MSGPackSerializer.dumps(notice.peer_id),
-            "value": MSGPackSerializer.dumps(seal_notice(notice, self.peer)),
+            "value": MSGPackSerializer.dumps(seal_statement(notice, self.peer)),
             "expiration_time": notice.expires_at,
         }
         return self.validator.validate(DHTRecord(**{**fields, **changes}))
@@ -303,15 +303,13 @@ def test_flood_of_notices_does_not_push_out_what_is_known_of_records(
     member: _Member, tmp_path: Path
 ) -> None:
     record = make_record(member.peer, NOW)
-    assert member.validator.open_record(seal_record(record, member.peer)) == record
-    opened = len(member.validator._opened)
+    assert member.validator.open(NodeRecord, seal_statement(record, member.peer)) == record
+    opened = len(member.validator._memories["record"]._opened)
     for _ in range(300):
         stranger = Identity.ephemeral(tmp_path)
-        member.validator.open_notice(
-            Lease, seal_notice(make_notice(Lease, stranger, NOW), stranger)
-        )
-    assert len(member.validator._opened) == opened
-    assert len(member.validator._notices["lease"].opened) <= 128
+        member.validator.open(Lease, seal_statement(make_notice(Lease, stranger, NOW), stranger))
+    assert len(member.validator._memories["record"]._opened) == opened
+    assert len(member.validator._memories["lease"]._opened) <= 128
 
 
 def _sealed_once() -> dict[type[Notice], tuple[Identity, bytes]]:
@@ -320,7 +318,7 @@ def _sealed_once() -> dict[type[Notice], tuple[Identity, bytes]]:
     with tempfile.TemporaryDirectory() as folder:
         identity = Identity.ephemeral(Path(folder))
     notices = {kind: make_notice(kind, identity, NOW) for kind in ALL_KINDS}
-    return {kind: (identity, seal_notice(notice, identity)) for kind, notice in notices.items()}
+    return {kind: (identity, seal_statement(notice, identity)) for kind, notice in notices.items()}
 
 
 _ONCE = _sealed_once()

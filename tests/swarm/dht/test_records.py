@@ -18,20 +18,25 @@ from nesa_node.swarm.dht.records import (
     MAX_RECORD_BYTES,
     NodeRecord,
     majority_num_blocks,
-    open_record,
-    seal_record,
 )
-from nesa_node.swarm.dht.sealing import CLOCK_SKEW_S
+from nesa_node.swarm.dht.sealing import CLOCK_SKEW_S, check_age, open_statement, seal_statement
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.membership import Membership
 from tests.swarm.record_fields import make_record, make_status
 
 NOW = 1_800_000_000.0
+PUBLIC = Membership(None)
 
 
 @pytest.fixture(scope="module")
 def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
     return Identity.ephemeral(tmp_path_factory.mktemp("keys"))
+
+
+def open_record(sealed: bytes, *, now: float, membership: Membership = PUBLIC) -> NodeRecord:
+    record = open_statement(NodeRecord, sealed, membership)
+    check_age(record, now)
+    return record
 
 
 def _reason(sealed: bytes, *, now: float = NOW, membership: Membership | None = None) -> str:
@@ -59,7 +64,7 @@ def _fields(identity: Identity, **changes: Any) -> dict[str, Any]:
 
 def test_sealed_record_comes_back_equal(identity: Identity) -> None:
     record = make_record(identity, NOW, public_name="Zoë's GPU", state="joining")
-    assert open_record(seal_record(record, identity), now=NOW) == record
+    assert open_record(seal_statement(record, identity), now=NOW) == record
 
 
 def test_record_becomes_a_node_state(identity: Identity) -> None:
@@ -70,7 +75,7 @@ def test_record_becomes_a_node_state(identity: Identity) -> None:
 
 @given(data=st.data())
 def test_no_changed_byte_passes(data: st.DataObject, identity: Identity) -> None:
-    sealed = bytearray(seal_record(make_record(identity, NOW), identity))
+    sealed = bytearray(seal_statement(make_record(identity, NOW), identity))
     position = data.draw(st.integers(0, len(sealed) - 1))
     sealed[position] ^= data.draw(st.integers(1, 255))
     with pytest.raises(RecordError):
@@ -201,13 +206,13 @@ def test_oversized_record_is_refused_before_it_is_read(identity: Identity) -> No
     assert _reason(bytes(MAX_RECORD_BYTES + 1)) == "oversized"
     many = tuple(f"/dns/{'x' * 180}{i}/p2p/{identity.peer_id}" for i in range(MAX_ADDRESSES))
     with pytest.raises(RecordError, match="too large"):
-        seal_record(make_record(identity, NOW, addresses=many), identity)
+        seal_statement(make_record(identity, NOW, addresses=many), identity)
 
 
 def test_record_signed_by_another_is_refused(identity: Identity, tmp_path: Path) -> None:
     other = Identity.ephemeral(tmp_path)
     with pytest.raises(RecordError, match="cannot sign"):
-        seal_record(make_record(identity, NOW), other)
+        seal_statement(make_record(identity, NOW), other)
     assert _reason(_sign_fields(other, _fields(identity))) == "signature"
     envelope = msgspec.msgpack.decode(_sign_fields(other, _fields(identity)))
     envelope["peer_id"] = identity.peer_id
@@ -223,7 +228,7 @@ def test_signature_for_another_purpose_is_refused(identity: Identity) -> None:
 def test_record_lives_from_its_issue_to_its_expiry_and_clocks_may_differ(
     identity: Identity,
 ) -> None:
-    sealed = seal_record(make_record(identity, NOW), identity)
+    sealed = seal_statement(make_record(identity, NOW), identity)
     assert _reason(sealed, now=NOW + 60) == "expired"
     assert open_record(sealed, now=NOW + 59.9).expires_at == NOW + 60
     assert open_record(sealed, now=NOW - CLOCK_SKEW_S).issued_at == NOW
@@ -233,11 +238,11 @@ def test_record_lives_from_its_issue_to_its_expiry_and_clocks_may_differ(
 def test_private_swarm_reads_its_own_records_only(identity: Identity) -> None:
     ours, theirs = Membership("a long swarm key"), Membership("another swarm key")
     record = make_record(identity, NOW)
-    sealed = seal_record(record, identity, ours)
+    sealed = seal_statement(record, identity, ours)
     assert open_record(sealed, now=NOW, membership=ours) == record
     assert _reason(sealed, membership=theirs) == "foreign"
     assert _reason(sealed) == "foreign"
-    assert _reason(seal_record(record, identity), membership=ours) == "foreign"
+    assert _reason(seal_statement(record, identity), membership=ours) == "foreign"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from nesa_node.swarm.dht.rejoin import DhtRejoiner
 from nesa_node.swarm.dht.rpc import CallBudget
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.transport import parse_initial_peers
 from tests.swarm.local_swarm import LOOPBACK, dht_node, eventually, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_record, make_status
 
@@ -95,14 +96,14 @@ async def test_a_client_that_reads_without_pause_is_never_blind_for_long(tmp_pat
         for member in members:
             # A quarter of what is real, for a busy machine, too.
             budget = CallBudget(lambda: time.monotonic() / 4, burst_units=20.0)
-            member.directory._peer._budget = budget
+            member.directory._dht_store._node._rpc._budget = budget
         announcing = [tasks.create_task(_announce(member)) for member in members]
         await eventually(lambda: _sees(client, 2))
         started = last_seen = time.monotonic()
         longest = 0.0
         was_refused = False
         while time.monotonic() < started + 3 * TTL_S:
-            was_refused = was_refused or len(dht_node(client)._busy) > 0
+            was_refused = was_refused or len(dht_node(client)._busy_peers) > 0
             assert not client.directory._rejoiner.is_isolated
             if len(await client.directory.fetch_all()) == 2:
                 last_seen = time.monotonic()
@@ -186,7 +187,7 @@ async def test_nodes_that_were_seen_first_are_dialled_and_strangers_with_newer_r
     drawn = set()
     for _ in range(5):
         dialled.clear()
-        assert not await DhtRejoiner(node, transport, []).start_attempt(records)
+        assert not await DhtRejoiner(node, transport, {}).start_attempt(records)
         assert dialled[:4] == first
         assert len(set(dialled)) == 8
         drawn |= set(dialled[4:])
@@ -203,9 +204,9 @@ async def test_an_attempt_that_is_cancelled_at_once_has_begun_no_dial(tmp_path: 
     transport: Any = SimpleNamespace(peer_id="me", dial=unexpected, connect=unexpected)
     node: Any = SimpleNamespace(protocol=SimpleNamespace(routing_table=()))
     peer = f"/ip4/127.0.0.1/tcp/9/p2p/{identity.peer_id}"
-    attempt = DhtRejoiner(node, transport, [peer]).start_attempt(
-        [make_record(identity, time.time())]
-    )
+    attempt = DhtRejoiner(
+        node, transport, parse_initial_peers([peer], transport.peer_id)
+    ).start_attempt([make_record(identity, time.time())])
     asyncio.get_running_loop().call_soon(attempt.cancel)
     await asyncio.wait({attempt})
     assert attempt.cancelled()

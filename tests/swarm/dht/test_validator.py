@@ -7,13 +7,8 @@ import pytest
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId
-from nesa_node.swarm.dht.records import (
-    ALL_NODES_KEY,
-    MAX_RECORD_BYTES,
-    NodeRecord,
-    model_key,
-    seal_record,
-)
+from nesa_node.swarm.dht.records import ALL_NODES_KEY, MAX_RECORD_BYTES, NodeRecord, model_key
+from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.p2p.hivemind_imports import DHTProtocol, DHTRecord, MSGPackSerializer
 from nesa_node.swarm.p2p.identity import Identity
@@ -37,7 +32,7 @@ class _Member:
         fields: dict[str, object] = {
             "key": KEY,
             "subkey": MSGPackSerializer.dumps(record.peer_id),
-            "value": MSGPackSerializer.dumps(seal_record(record, self.peer)),
+            "value": MSGPackSerializer.dumps(seal_statement(record, self.peer)),
             "expiration_time": record.expires_at,
         }
         return DHTRecord(**{**fields, **changes})
@@ -114,5 +109,5 @@ def test_record_from_a_wrong_clock_is_dropped(member: _Member) -> None:
 def test_refusal_is_remembered_with_its_reason(member: _Member) -> None:
     for _ in range(2):
         with pytest.raises(RecordError) as caught:
-            member.validator.open_record(b"garbage")
+            member.validator.open(NodeRecord, b"garbage")
         assert caught.value.reason == "malformed"
