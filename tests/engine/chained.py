@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nesa_node.core.errors import CacheFullError
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import PageTable, pages_for
@@ -89,3 +90,15 @@ class Run:
         while len(new) < count:
             new.append(int(self.step(new[-1:])[-1].argmax()))
         return new
+
+
+def fork(table: PageTable) -> PageTable:
+    """A row with the same tokens, which shares pages until either row writes to them."""
+    with table.pool._lock:
+        twin = table.reservation.new_table()
+        try:
+            twin.adopt_pages(table._pages[: pages_for(table.length)], table.length)
+        except CacheFullError:
+            twin.close()
+            raise
+        return twin

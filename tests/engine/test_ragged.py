@@ -14,7 +14,7 @@ from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import PAGE_TOKENS, PagePool, PageTable, pages_for
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks
-from tests.engine.chained import distance, forward, new_row, open_local
+from tests.engine.chained import distance, fork, forward, new_row, open_local
 from tests.engine.tiny_models import FAMILIES, save_tiny_model
 
 TOLERANCE = 1e-5
@@ -80,7 +80,7 @@ def test_a_row_goes_on_after_a_rollback_and_a_fork(blocks: ModelBlocks) -> None:
     expected_CD = forward(blocks, inputs_CD, new_row(blocks))
     first = blocks.new_pool(64 * PAGE_TOKENS).reserve(20).new_table()
     forward(blocks, inputs_CD[:50], first)
-    second = first.fork()
+    second = fork(first)
     forward(blocks, inputs_CD[:7], second)
     first.truncate(41)
     assert distance(forward(blocks, inputs_CD[41:], first), expected_CD[41:]) <= TOLERANCE

@@ -297,17 +297,6 @@ class PageTable:
             self.length = length
             self._release_from(pages_for(length))
 
-    def fork(self) -> PageTable:
-        """Return a row with the same tokens, which shares pages until either row writes to them."""
-        with self.pool._lock:
-            twin = self.reservation.new_table()
-            try:
-                twin.adopt_pages(self._pages[: pages_for(self.length)], self.length)
-            except CacheFullError:
-                twin.close()
-                raise
-            return twin
-
     def adopt_pages(self, pages: Sequence[int], length: int) -> None:
         """Start this empty row with `length` tokens in pages of another row or a prefix.
 

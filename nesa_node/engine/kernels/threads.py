@@ -51,22 +51,22 @@ class ThreadController:
 
     def run(self, step: Callable[[], T], tokens: int, blocks: int = 0) -> T:
         """Return the result of `step()`, a step of `tokens` tokens through `blocks` blocks."""
-        most = 1 if _is_fixed else torch.get_num_threads()
-        if most == 1:
+        max_threads = 1 if _is_fixed else torch.get_num_threads()
+        if max_threads == 1:
             return step()
         with self._lock:
-            tuner = self._get_tuner((tokens.bit_length(), blocks), most)
+            tuner = self._get_tuner((tokens.bit_length(), blocks), max_threads)
             count = tuner.threads
-        if count != most:
+        if count != max_threads:
             set_num_threads(count)
         started = time.perf_counter()
         try:
             result = step()
         finally:
             ended = time.perf_counter()
-            if count != most:
+            if count != max_threads:
                 # Restore the calling thread's setting, which the caller's own code may rely on.
-                set_num_threads(most)
+                set_num_threads(max_threads)
         with self._lock:
             tuner.record_step(count, ended - started, tokens)
         return result
@@ -77,13 +77,13 @@ class ThreadController:
             tuner = self._tuners.get((tokens.bit_length(), blocks))
         return tuner.is_settled if tuner is not None else _is_fixed or torch.get_num_threads() == 1
 
-    def _get_tuner(self, size: StepSize, most: int) -> ThreadTuner:
-        if most != self._max_threads:
+    def _get_tuner(self, size: StepSize, max_threads: int) -> ThreadTuner:
+        if max_threads != self._max_threads:
             self._tuners.clear()
-            self._max_threads = most
+            self._max_threads = max_threads
         tuner = self._tuners.get(size)
         if tuner is None:
-            counts = list_thread_counts(max(min(most, cpu_quota()), 1))
+            counts = list_thread_counts(max(min(max_threads, cpu_quota()), 1))
             tuner = ThreadTuner(counts, idle_cores, start=self._nearest_threads(size))
             self._tuners[size] = tuner
         return tuner
@@ -98,9 +98,9 @@ class ThreadController:
         return self._tuners[like].threads
 
 
-def list_thread_counts(most: int) -> list[int]:
-    """Return 1, 2, 4 ... and `most`."""
-    return sorted({most, *(1 << bit for bit in range(most.bit_length()) if 1 << bit <= most)})
+def list_thread_counts(max_threads: int) -> list[int]:
+    """Return 1, 2, 4 ... and `max_threads`."""
+    return sorted({max_threads, *(1 << bit for bit in range(max_threads.bit_length()))})
 
 
 def _read_idle_s() -> float:

@@ -18,6 +18,7 @@ from nesa_node.engine.cache.pages import (
     pages_for,
 )
 from nesa_node.engine.weights.families import CacheHeads
+from tests.engine.chained import fork
 
 HEADS = CacheHeads(2, 4)
 
@@ -134,7 +135,7 @@ def test_a_fork_shares_pages_until_somebody_writes(pool: PagePool) -> None:
     promise = pool.reserve(8)
     first = promise.new_table()
     write(first, PAGE_TOKENS + 5, 1.0)
-    second = first.fork()
+    second = fork(first)
     assert (pool.held_pages, promise.held_pages) == (2, 4)
     write(second, 2, 2.0)
     assert pool.held_pages == 3
@@ -152,7 +153,7 @@ def test_a_fork_rolled_back_into_a_shared_page_copies_it(pool: PagePool) -> None
     promise = pool.reserve(8)
     first = promise.new_table()
     write(first, 2 * PAGE_TOKENS, 1.0)
-    second = first.fork()
+    second = fork(first)
     second.truncate(PAGE_TOKENS + 3)
     write(second, 1, 2.0)
     assert read(first) == [1.0] * 2 * PAGE_TOKENS
@@ -241,7 +242,7 @@ def test_no_page_leaks_and_none_has_two_owners(pool: PagePool, seed: int) -> Non
                 del expected[length:]
             elif action == "fork":
                 try:
-                    rows.append((table.fork(), list(expected)))
+                    rows.append((fork(table), list(expected)))
                 except CacheFullError:
                     continue
             else:

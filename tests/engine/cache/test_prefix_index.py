@@ -17,6 +17,7 @@ from nesa_node.engine.cache.pages import (
 )
 from nesa_node.engine.cache.prefix_index import PrefixIndex, PrefixKey
 from tests.engine.cache.test_pages import pool_of, read, write
+from tests.engine.chained import fork
 
 
 def filled(pool: PagePool, keys: Sequence[PrefixKey], values: Sequence[float]) -> None:
@@ -231,7 +232,7 @@ def test_rows_hold_their_own_text_whatever_they_share(seed: int) -> None:
                 del text[length:]
             elif action == "fork":
                 try:
-                    rows.append((table.fork(), list(text)))
+                    rows.append((fork(table), list(text)))
                 except CacheFullError:
                     continue
             elif action == "publish":
