@@ -336,7 +336,7 @@ class DhtRpc:
         items: list[tuple[bytes, bytes, float]],
         valid: list[tuple[str, bytes, float]],
     ) -> bool:
-        """Append the valid items to `good`; False if later items are to be dropped."""
+        """Append the valid items to `valid`; False if later items are to be dropped."""
         for subkey, value, expiration in items:
             try:
                 record = self._validator.check(key, subkey, value, expiration)
