@@ -82,7 +82,9 @@ def test_plain_program_equals_the_shortest_path_that_networkx_finds() -> None:
         problem = random_problem(rng, nodes, blocks)
         problem = replace(problem, ends_N=np.where(np.arange(nodes) == 0, blocks, problem.ends_N))
         problem = replace(problem, starts_N=np.where(np.arange(nodes) == 0, 0, problem.starts_N))
-        assert _cost(problem, may_return=True) == pytest.approx(_networkx_cost(problem), rel=1e-12)
+        assert _cost(problem, allow_revisits=True) == pytest.approx(
+            _networkx_cost(problem), rel=1e-12
+        )
 
 
 def test_watching_nodes_proves_a_chain_optimal() -> None:
