@@ -295,7 +295,7 @@ class ScriptedRoute(SessionRoute):
 
     async def rebuild(self, lengths: Sequence[int], **_: Any) -> None:
         if self.rebuilds and len(self.kept_while_busy) < self._busy:
-            await self._close_links([lost for lost in self.links if lost.lost_reason is not None])
+            await self._close_links([lost for lost in self.links if lost.is_lost])
             self.kept_while_busy.append(len(self.links))
             raise BusyError("no replacement has room", 0.01)
         self.epoch += 1
@@ -306,9 +306,9 @@ class ScriptedRoute(SessionRoute):
         fresh: set[HopLink] = set()
         for block in range(len(self._wanted.span)):
             link = linked.get(block)
-            if link is None or link.lost_reason is not None:
-                if link is not None:
-                    self.faults.append((link.hop.peer_id, link.failure_kind))
+            if link is None or link.is_lost:
+                if link is not None and link.failure is not None:
+                    self.faults.append((link.hop.peer_id, link.failure.kind))
                     await link.close()
                 node = self._new_node(block)
                 link = await node.link(self._notify)

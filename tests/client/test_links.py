@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from nesa_node.client.session.base import RowSlice
-from nesa_node.client.session.hop import HopLink
+from nesa_node.client.session.hop import HopLink, LinkState
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.core.errors import MissingBlocksError, NesaError, PeerUnreachableError, SwarmError
 from nesa_node.core.ids import PeerId
@@ -49,7 +49,7 @@ async def test_a_slow_node_is_left_for_none_that_failed_and_a_leaving_one_is(lea
         side_effect=MissingBlocksError([(1, 2)], "all have failed")
     )
     link = route.links[1]
-    link.leaving, link.is_too_slow = leaves, True
+    link.state = LinkState.LEAVING if leaves else LinkState.TOO_SLOW
     with pytest.raises(MissingBlocksError):
         await SessionRoute.rebuild(route, [0], drop=frozenset({link.hop.peer_id}))
     assert route.selector.plan_hops.await_args.kwargs["exclude_suspects"] is not leaves
@@ -87,6 +87,6 @@ async def test_a_slow_node_is_kept_where_the_move_off_it_fails(
             await again(*args, **options)
 
         monkeypatch.setattr(route, "rebuild", rebuild)
-        route.links[1].is_too_slow = True
+        route.links[1].state = LinkState.TOO_SLOW
         await session.step(hidden(1), [RowSlice(0, 0, 1)])
-        assert not route.links[1].is_too_slow
+        assert route.links[1].state is LinkState.SERVING

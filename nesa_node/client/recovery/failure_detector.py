@@ -107,15 +107,15 @@ class FailureDetector:
             self.suspicion.record_oversleep(self.suspicion.now - due_at)
             self._record_answers(chain)
             owing = [link for link in chain if link.owes_answer]
-            if await self.probe_links(owing, [link for link in chain if link.lost_reason is None]):
+            if await self.probe_links(owing, [link for link in chain if not link.is_lost]):
                 on_given_up()
             pause_s = self.probe_interval_s(owing)
 
     def _record_answers(self, chain: Sequence[HopLink]) -> None:
         self.suspicion.record_output(
-            link for link in chain if link.lost_reason is None and not link.owes_answer
+            link for link in chain if not link.is_lost and not link.owes_answer
         )
-        if not self.silent_links([link for link in chain if link.lost_reason is None]):
+        if not self.silent_links([link for link in chain if not link.is_lost]):
             self._search.stop()
 
     def _answer_pending(self, chain: Sequence[HopLink]) -> bool:

@@ -272,7 +272,7 @@ class ChainRebuilder:
 
     def _missing_spans(self) -> Sequence[Span]:
         """Blocks without a node; for a chain that never stood, those of the nodes not reached."""
-        alive = [link.hop for link in self._route.links if link.lost_reason is None]
+        alive = [link.hop for link in self._route.links if not link.is_lost]
         return (not alive and self._route.opener.unreached_spans) or find_gaps(
             self._request.span, alive
         )

@@ -106,9 +106,7 @@ class SuccessorPool:
     def link_of(self, link: HopLink) -> HopLink | None:
         """Link of the successor of `link`, None if there is none that lives."""
         successor = self._ready.get(link)
-        return (
-            successor.link if successor is not None and successor.link.lost_reason is None else None
-        )
+        return None if successor is None or successor.link.is_lost else successor.link
 
     async def take_over(self, link: HopLink) -> tuple[HopLink, tuple[int, ...]]:
         """Give the successor of `link` to the caller, with the tokens per row that it holds.
@@ -117,7 +115,7 @@ class SuccessorPool:
         """
         await self._stop(link)
         successor = self._ready[link]
-        if link.lost_reason is None:
+        if not link.is_lost:
             try:
                 async with peer_timeout(
                     link.hop.peer_id, FINAL_HAND_OVER_TIMEOUT_S, "handing over"

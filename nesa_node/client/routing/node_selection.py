@@ -10,8 +10,8 @@ from functools import partial
 from typing import TypeVar, get_args
 
 from nesa_node.client.routing.planner import ChainPlan, ChainPlanner, Hops, PlanningView
+from nesa_node.client.routing.refusal_tracker import ClosableLink
 from nesa_node.client.routing.request import RouteRequest
-from nesa_node.client.session.hop import HopLink
 from nesa_node.core.errors import (
     BusyError,
     ContextLengthError,
@@ -118,9 +118,9 @@ class NodeSelector:
         ):
             self._swarm.failure_reporter.record_failure(self._request.model_id, peer, "refused")
 
-    def record_accepted(self, link: HopLink) -> None:
-        """Note that the node opened the session."""
-        self._planner.refusals.record_accepted(link.hop.peer_id, link)
+    def record_accepted(self, peer: PeerId, link: ClosableLink) -> None:
+        """Note that `peer` opened the session."""
+        self._planner.refusals.record_accepted(peer, link)
 
     async def plan_hops(
         self,

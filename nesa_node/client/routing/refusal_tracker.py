@@ -23,7 +23,8 @@ _MAX_TRACKED_PEERS = 1024
 class ClosableLink(Protocol):
     """A session's link to a node."""
 
-    closed: bool
+    @property
+    def closed(self) -> bool: ...
 
 
 class RefusalTracker:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
 
 from nesa_node.client.recovery.suspicion import ProbeReport
 from nesa_node.client.routing.request import RouteRequest
@@ -70,6 +72,38 @@ MAX_RETRY_AFTER_S = 5.0
 """Upper bound of a node's `retry_after_s`."""
 
 
+class LinkState(Enum):
+    SERVING = "serving"
+    TOO_SLOW = "too slow"
+    """The session would be faster without the node, which serves until a successor is ready."""
+    LEAVING = "leaving"
+    """The node announced that it leaves. It serves until a successor is ready."""
+    LOST = "lost"
+    """The link failed: `HopLink.failure` says why."""
+    CLOSED = "closed"
+
+
+TRANSITIONS: dict[LinkState, frozenset[LinkState]] = {
+    LinkState.SERVING: frozenset(LinkState) - {LinkState.SERVING},
+    LinkState.TOO_SLOW: frozenset(LinkState) - {LinkState.TOO_SLOW},
+    LinkState.LEAVING: frozenset({LinkState.LOST, LinkState.CLOSED}),
+    LinkState.LOST: frozenset({LinkState.CLOSED}),
+    LinkState.CLOSED: frozenset(),
+}
+"""Later states of a link. Events that would lead to another one are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFailure:
+    """Failure of a link. `kind` is for reports to the swarm; a node that had announced its leaving
+    has not failed.
+    """
+
+    reason: str
+    kind: FailureKind
+    had_announced: bool
+
+
 class HopLink:
     """Link to one node of a session: requests one at a time, steps and outputs pipelined.
 
@@ -97,17 +131,9 @@ class HopLink:
         self.session = session
         self.wire = LinkEncoder(request.quality, (), speed)
         """Encoding of steps to the node."""
-        self.closed = False
-        self.leaving = False
-        self.is_too_slow = False
-        """Whether the session would be faster without this node. It serves on until a successor is
-        ready."""
-        self.lost_reason: str | None = None
-        self.failure_kind: FailureKind = "lost"
-        """Kind of failure for reports to the swarm."""
+        self.state = LinkState.SERVING
+        self.failure: LinkFailure | None = None
         self.downstream_lost_reason: str | None = None
-        self.step_refusal: ErrorMessage | None = None
-        """Refusal of a step, which left the session's state at the node unchanged."""
         self.unanswered_bytes = 0
         """Bytes sent to the node since the last output that it, or a hop after it, returned."""
         self.outputs: deque[tuple[Output, bytearray]] = deque()
@@ -131,6 +157,21 @@ class HopLink:
         self._side_ping_bytes = 0
         self._tasks = TaskSet()
         self._tasks.start(self._read(), name="hop-link")
+
+    @property
+    def is_lost(self) -> bool:
+        return self.state is LinkState.LOST
+
+    @property
+    def closed(self) -> bool:
+        return self.state is LinkState.CLOSED
+
+    def change_state(self, state: LinkState) -> bool:
+        """Change to `state` if `TRANSITIONS` allows that; return whether it does."""
+        is_allowed = state in TRANSITIONS[self.state]
+        if is_allowed:
+            self.state = state
+        return is_allowed
 
     def prefix_for_node(self, prefix: Prefix) -> Prefix:
         """Digests as sent to this node: in a star each node gets different ones."""
@@ -179,8 +220,7 @@ class HopLink:
         Steps may run meanwhile. One hand-over at a time. Raises `RemoteError` and
         `PeerUnreachableError`, neither of which fails this link.
         """
-        if self.lost_reason is not None:
-            raise PeerUnreachableError(self.lost_reason)
+        self._raise_if_lost()
         handed: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
         self._hand_over_result = handed
         try:
@@ -200,7 +240,7 @@ class HopLink:
     @property
     def owes_answer(self) -> bool:
         """Whether a request other than a step is unanswered."""
-        return self.lost_reason is None and self._pending_answer is not None
+        return not self.is_lost and self._pending_answer is not None
 
     @property
     def probe_transit_s(self) -> float:
@@ -230,7 +270,7 @@ class HopLink:
         """
         if self.owes_answer:
             self.probe_on_new_stream()
-        elif self.lost_reason is None and self._stream.can_send_now:
+        elif not self.is_lost and self._stream.can_send_now:
             self._probe_sent_at[nonce] = now
             try:
                 await self._send_ping(nonce)
@@ -250,8 +290,7 @@ class HopLink:
             self._side_ping_bytes += PING_BYTES
 
     async def _send_ping(self, nonce: int) -> asyncio.Future[Pong]:
-        if self.lost_reason is not None:
-            raise PeerUnreachableError(self.lost_reason)
+        self._raise_if_lost()
         if len(self._pongs) >= MAX_PENDING_PINGS:
             raise PeerUnreachableError(f"{self._stream.peer} answers no pings")
         pong = self._pongs[nonce] = asyncio.get_running_loop().create_future()
@@ -313,7 +352,7 @@ class HopLink:
                 if not asked.done():
                     asked.set_result(message)
             case Leaving():
-                self.leaving = True
+                self.change_state(LinkState.LEAVING)
             case ErrorMessage(fatal=True) if self._pending_answer is None:
                 raise RemoteError(message.code, message.message)
             case ErrorMessage(code="downstream_lost", answers=None):
@@ -321,7 +360,8 @@ class HopLink:
             case HandedOver() | ErrorMessage(answers="handover"):
                 self._finish_hand_over(message)
             case ErrorMessage(answers="step"):
-                self.step_refusal = message
+                # The step was valid when it was sent: the refusal is the node's fault.
+                self.fail(f"{self._stream.peer} refused a step: {message.code}, {message.message}")
             case _ if self._pending_answer is not None and not self._pending_answer.done():
                 self._pending_answer.set_result(message)
             case ErrorMessage():
@@ -338,8 +378,7 @@ class HopLink:
             self._hand_over_result.set_exception(RemoteError(message.code, message.message))
 
     async def _exchange(self, message: Message, timeout_s: float) -> AnyMessage:
-        if self.lost_reason is not None:
-            raise PeerUnreachableError(self.lost_reason)
+        self._raise_if_lost()
         self._pending_answer = asyncio.get_running_loop().create_future()
         doing = f"answering {type(message).__name__.lower()}"
         try:
@@ -362,13 +401,19 @@ class HopLink:
         return answer
 
     def _fail_unexpected(self, answer: AnyMessage) -> PeerUnreachableError:
-        self.fail(f"{self._stream.peer} answered with {type(answer).__name__}")
-        return PeerUnreachableError(self.lost_reason or "")
+        reason = f"{self._stream.peer} answered with {type(answer).__name__}"
+        self.fail(reason)
+        return PeerUnreachableError(reason)
+
+    def _raise_if_lost(self) -> None:
+        if self.failure is not None:
+            raise PeerUnreachableError(self.failure.reason)
 
     def fail(self, reason: str, kind: FailureKind = "lost") -> None:
         """Mark the link as lost, for replacement; pending requests raise `PeerUnreachableError`."""
-        if self.lost_reason is None:
-            self.lost_reason, self.failure_kind = reason, kind
+        had_announced = self.state is LinkState.LEAVING
+        if self.change_state(LinkState.LOST):
+            self.failure = LinkFailure(reason, kind, had_announced)
         pongs = tuple(self._pongs.values())
         self._pongs.clear()
         for waiting in (self._pending_answer, self._hand_over_result, *pongs):
@@ -382,16 +427,16 @@ class HopLink:
 
         `prefix` has digests of what the rows hold, for the node's prefix cache.
         """
-        if self.lost_reason is not None:
+        if self.is_lost:
             # Data in flight is of no use any more, and might never be read.
             self._stream.abort()
         try:
-            if self.lost_reason is None:
+            if not self.is_lost and not self.closed:
                 await self._exchange(Close(prefix=self.prefix_for_node(prefix)), 1.0)
         except (ProtocolError, PeerUnreachableError) as error:
             log.debug("session_close_unanswered", peer=self._stream.peer, reason=str(error))
         finally:
-            self.closed = True
+            self.change_state(LinkState.CLOSED)
             try:
                 await self._tasks.close()
             finally:
@@ -399,5 +444,5 @@ class HopLink:
 
     def abort(self) -> None:
         """Reset the stream at once. Idempotent."""
-        self.closed = True
+        self.change_state(LinkState.CLOSED)
         self._stream.abort()

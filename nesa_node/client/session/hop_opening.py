@@ -215,7 +215,7 @@ class HopOpener:
                 self._selector.record_refusal(peer, error)
                 self.last_refusing_hop = hop
             raise
-        self._selector.record_accepted(link)
+        self._selector.record_accepted(peer, link)
         return link
 
     def _session_credentials(self) -> tuple[bytes, bytes]:

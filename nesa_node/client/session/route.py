@@ -14,7 +14,7 @@ from nesa_node.client.recovery.suspicion import SuspicionEvent
 from nesa_node.client.routing.node_selection import NodeSelector
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import RouteRequest
-from nesa_node.client.session.hop import LINK_TIMEOUT_S, OPEN_TIMEOUT_S, HopLink
+from nesa_node.client.session.hop import LINK_TIMEOUT_S, OPEN_TIMEOUT_S, HopLink, LinkState
 from nesa_node.client.session.hop_opening import HopOpener, close_links
 from nesa_node.client.session.prefix import PrefixStart
 from nesa_node.core.errors import (
@@ -94,16 +94,16 @@ class SessionRoute:
         has ended.
         """
         with self._swarm.transport.check_alive_during():
-            gone = [link for link in self.links if link.lost_reason or link.hop.peer_id in drop]
+            gone = [link for link in self.links if link.is_lost or link.hop.peer_id in drop]
             self._record_failures(gone)
             held = await self._take_successors(gone, lengths)
             fresh = list(held)
             try:
-                await self._close_links([link for link in gone if link.lost_reason is not None])
+                await self._close_links([link for link in gone if link.is_lost])
                 kept = [*(link for link in self.links if link not in gone), *held]
                 # Live links that do not leave are better than suspected nodes.
                 optional = bool(gone) and all(
-                    not link.lost_reason and not link.leaving for link in gone
+                    link.state not in (LinkState.LOST, LinkState.LEAVING) for link in gone
                 )
                 hops, addresses = await self._plan_hops(
                     kept, drop, may_ping=is_opening, exclude_suspects=optional
@@ -195,10 +195,12 @@ class SessionRoute:
 
     def _record_failures(self, links: Sequence[HopLink]) -> None:
         for link in links:
-            if link.lost_reason is not None:
-                # A node that announced its leaving has not failed.
+            if (failure := link.failure) is not None:
                 self.selector.record_failure(
-                    link.hop.peer_id, link.lost_reason, link.failure_kind, report=not link.leaving
+                    link.hop.peer_id,
+                    failure.reason,
+                    failure.kind,
+                    report=not failure.had_announced,
                 )
 
     async def _plan_hops(
@@ -304,9 +306,9 @@ class SessionRoute:
             if error.code == "downstream_lost" and after is not None:
                 self.fault_attribution.fail_link_pair(link, after, str(error))
                 for either in (link, after):
-                    if either.lost_reason is not None:
+                    if either.failure is not None:
                         self.selector.record_failure(
-                            either.hop.peer_id, either.lost_reason, "stalled"
+                            either.hop.peer_id, either.failure.reason, "stalled"
                         )
             else:
                 # It cannot be brought to the same state as the rest.

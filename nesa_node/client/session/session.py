@@ -19,12 +19,12 @@ from nesa_node.client.recovery.retry import RETRYABLE_ERRORS, ChainRebuilder, Op
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, Failover
-from nesa_node.client.session.hop import HopLink
+from nesa_node.client.session.hop import HopLink, LinkState
 from nesa_node.client.session.prefix import SessionPrefix
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.client.session.slowdown import SlowdownDetector
 from nesa_node.client.session.step_pipeline import StepChunk, StepPipeline, split_step
-from nesa_node.client.session.telemetry import SessionMetrics, SessionTrace
+from nesa_node.client.session.telemetry import FailoverReason, SessionMetrics, SessionTrace
 from nesa_node.compression import tensors
 from nesa_node.compression.hidden_states import HiddenStates
 from nesa_node.core.errors import (
@@ -311,7 +311,7 @@ class RemoteSession:
                 return
         for link in self._route.links:
             if link.hop.peer_id in leave:
-                link.is_too_slow = True
+                link.change_state(LinkState.TOO_SLOW)
 
     def _refresh_successors(self) -> None:
         """Update successors, if the session has them."""
@@ -323,12 +323,13 @@ class RemoteSession:
     async def _replace_leavers(self) -> None:
         """Replace nodes that leave or are too slow, if possible; tried at most once a second."""
         links = self._route.links
-        leavers = [link for link in links if link.leaving]
-        leavers = leavers or [link for link in links if link.is_too_slow]
+        leavers = [link for link in links if link.state is LinkState.LEAVING]
+        reason: FailoverReason = "left" if leavers else "slow"
+        leavers = leavers or [link for link in links if link.state is LinkState.TOO_SLOW]
         leaving = frozenset(link.hop.peer_id for link in leavers)
         if not leaving or time.monotonic() < self._next_leaver_check_at:
             return
-        if any(link.lost_reason is not None for link in links):
+        if any(link.is_lost for link in links):
             # A rebuild drops lost links even if it fails, and a step must not run over the
             # remaining ones: the step finds the loss and repairs it.
             return
@@ -340,20 +341,24 @@ class RemoteSession:
         began = time.monotonic()
         self._next_leaver_check_at = began + 1.0
         with self._log_context(), self._trace.phase("move off"):
-            await self._move_off(leavers, leaving, began)
+            await self._move_off(leavers, leaving, began, reason)
 
     async def _move_off(
-        self, leavers: Sequence[HopLink], leaving: frozenset[PeerId], began: float
+        self,
+        leavers: Sequence[HopLink],
+        leaving: frozenset[PeerId],
+        began: float,
+        reason: FailoverReason,
     ) -> None:
         try:
             await self._replay.rebuild(self._lengths, drop=leaving)
             self._record_failover(leaving, began)
             log.info("nodes_replaced", peers=sorted(leaving))
-            self.metrics.failovers["left" if any(x.leaving for x in leavers) else "slow"] += 1
+            self.metrics.failovers[reason] += 1
         except NesaError as error:
             # Otherwise a working session would retry this again and again.
             for link in leavers:
-                link.is_too_slow = False
+                link.change_state(LinkState.SERVING)
             if isinstance(error, MissingBlocksError):
                 log.info("node_replacement_postponed", reason=str(error))
             else:
@@ -364,7 +369,7 @@ class RemoteSession:
         """Repair the chain; `anew` opens the session again at every node."""
         self.recoveries += 1
         began, before = time.monotonic(), self.hops
-        failed = {link.hop.peer_id for link in self._route.links if link.lost_reason is not None}
+        failed = {link.hop.peer_id for link in self._route.links if link.is_lost}
         self._replay.truncate(self._lengths)
         # Nodes that refuse, or are too small, may be joined by suitable ones.
         passing = (*RETRYABLE_ERRORS, ContextLengthError, RefusedError)

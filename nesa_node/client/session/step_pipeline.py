@@ -351,12 +351,8 @@ class StepPipeline:
     def _raise_if_broken(self) -> None:
         links = self._route.links
         for link in links:
-            if link.lost_reason is not None:
-                raise ChainBrokenError(link.lost_reason)
-            if link.step_refusal is not None:
-                # The step was valid when it was sent: the refusal is the node's fault.
-                refusal, link.step_refusal = link.step_refusal, None
-                raise self._fail_link(link, f"a refusal: {refusal.code}, {refusal.message}")
+            if link.failure is not None:
+                raise ChainBrokenError(link.failure.reason)
         for link, after in zip(links, [*links[1:], None], strict=True):
             if link.downstream_lost_reason is not None:
                 after = after if self._request.mode == "chain" else None

@@ -21,7 +21,7 @@ class ScriptedLink:
 
     def __init__(self, name: str) -> None:
         self.hop = Hop(PeerId(name), Span(0, 2))
-        self.lost_reason: Exception | None = None
+        self.is_lost = False
         self.asked = asyncio.Event()
         self.goes_on = asyncio.Event()
         self.fails = False
@@ -47,7 +47,7 @@ async def held_by_successor(rolled_back_to: int | None) -> tuple[int, ...]:
     while successors.prepare(leaving, AsyncMock(return_value=ready)):  # noqa: ASYNC110
         await asyncio.sleep(0)
     # It is asked for nothing more.
-    leaving.lost_reason = ConnectionError("it died")
+    leaving.is_lost = True
     taken, held = await successors.take_over(leaving)
     assert taken is ready
     return held
@@ -86,7 +86,7 @@ async def test_successor_that_is_filled_anew_is_taken_to_hold_nothing_until_that
     await leaving.asked.wait()
     if rolled_back_to is not None:
         successors.truncate([rolled_back_to])
-    leaving.lost_reason = ConnectionError("it died")
+    leaving.is_lost = True
     _, held = await successors.take_over(leaving)
     assert held == (holds,)
 

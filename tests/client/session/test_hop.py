@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from nesa_node.client.session.hop import MAX_PENDING_PINGS, HopLink
+from nesa_node.client.session.hop import MAX_PENDING_PINGS, TRANSITIONS, HopLink, LinkState
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.swarm.p2p.pipe import Pipe
 from nesa_node.swarm.protocol.message_budget import MessageBudget
@@ -78,8 +78,8 @@ async def test_a_node_that_answers_no_ping_is_lost_after_a_number_of_them() -> N
     node.hang()
     for nonce in range(MAX_PENDING_PINGS + 1):
         await link.probe(nonce, 0.0)
-    assert link.lost_reason is not None
-    assert "answers no pings" in link.lost_reason
+    assert link.failure is not None
+    assert "answers no pings" in link.failure.reason
     await link.close()
     await node.close()
 
@@ -107,9 +107,18 @@ async def test_what_a_node_says_unasked_leaves_turns_to_all_else_and_is_counted(
             await node.stream.send(message)
         await all_heard.wait()
         assert turns[0] >= number
-    assert link.lost_reason is None
+    assert link.failure is None
     left = may_be_said_at_once - number
     assert not any(budget.charge(link.hop.peer_id, message) for _ in range(left - 10))
     assert any(budget.charge(link.hop.peer_id, message) for _ in range(20))
     await link.close()
     await node.close()
+
+
+@pytest.mark.parametrize("state", LinkState)
+def test_a_link_never_serves_again_once_it_leaves_is_lost_or_closed(state: LinkState) -> None:
+    allowed = TRANSITIONS[state]
+    assert state not in allowed
+    if state in (LinkState.LEAVING, LinkState.LOST, LinkState.CLOSED):
+        assert not allowed & {LinkState.SERVING, LinkState.TOO_SLOW}
+    assert (LinkState.CLOSED in allowed) is (state is not LinkState.CLOSED)

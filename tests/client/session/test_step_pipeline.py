@@ -19,6 +19,7 @@ from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.session import hop
 from nesa_node.client.session import session as session_module
 from nesa_node.client.session.base import RowSlice
+from nesa_node.client.session.hop import LinkState
 from nesa_node.client.session.session import RemoteSession
 from nesa_node.core.ids import PeerId
 from nesa_node.core.settings.choices import RouteName as Routing
@@ -330,4 +331,5 @@ async def test_a_session_moves_off_the_nodes_that_others_are_faster_than(
 
         monkeypatch.setattr(route.selector, "find_peers_to_leave", to_leave)
         await session._reconsider(session.hops, 0.1)
-        assert [link.hop.peer_id for link in route.links if link.is_too_slow] == [slow]
+        slow_links = [link for link in route.links if link.state is LinkState.TOO_SLOW]
+        assert [link.hop.peer_id for link in slow_links] == [slow]
