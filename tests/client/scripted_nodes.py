@@ -19,7 +19,7 @@ from nesa_node.client.recovery.replacement_search import ReplacementSearch
 from nesa_node.client.recovery.suspicion import SuspicionEvent
 from nesa_node.client.routing.node_selection import NodeSelector
 from nesa_node.client.routing.planner import ChainPlanner, Hops
-from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
 from nesa_node.client.session.hop import HopLink
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.compression import tensors
@@ -56,7 +56,7 @@ MAX_BYTES = 1 << 24
 Spoil = Callable[[torch.Tensor], torch.Tensor]
 
 
-def request(mode: Mode, *, rows: int, hops: int) -> RouteRequest:
+def request(mode: Mode, *, rows: int, hops: int, **timeouts: float) -> RouteRequest:
     return RouteRequest(
         model_id=ModelId("scripted@0"),
         span=Span(0, hops),
@@ -64,7 +64,7 @@ def request(mode: Mode, *, rows: int, hops: int) -> RouteRequest:
         max_tokens=10_000,
         hidden_size=HIDDEN,
         dtype="float32",
-        mode=mode,
+        options=ConnectionOptions(routing=mode, **timeouts),  # type: ignore[arg-type]
     )
 
 
@@ -111,7 +111,6 @@ class ScriptedNode:
             max_tokens=MAX_BYTES // 4 // HIDDEN,
             hidden_size=HIDDEN,
             dtype="float32",
-            mode="chain",
         )
         budget = MessageBudget()
         return HopLink(
@@ -318,7 +317,7 @@ class ScriptedRoute(SessionRoute):
                 old[link].cut(self.epoch, lengths)
             links.append(link)
         nodes = [old[link] for link in links]
-        if self._wanted.mode == "chain":
+        if self._wanted.is_chain:
             for node, after, link in zip(nodes, nodes[1:], links[1:], strict=False):
                 node.after = after
                 # What the next one has already is not sent to it.
@@ -326,7 +325,7 @@ class ScriptedRoute(SessionRoute):
                 if link in fresh:
                     node.send_again()
         for link in fresh:
-            if self._wanted.mode == "star" or link is links[-1]:
+            if not self._wanted.is_chain or link is links[-1]:
                 old[link].emit_from = list(lengths)
         self.links, self.scripted = links, nodes
         self.held_tokens = dict.fromkeys(fresh, (0,) * self._wanted.rows)

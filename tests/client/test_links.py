@@ -59,11 +59,11 @@ async def test_a_slow_node_is_left_for_none_that_failed_and_a_leaving_one_is(lea
 async def test_a_look_that_ends_with_libp2ps_daemon_is_that_error_and_no_cancellation() -> None:
     """The swarm is closed beside the session then, and with it what the session waits for."""
     route: Any = ScriptedRoute(request("chain", rows=1, hops=3), lambda: None)
-    daemon: Any = SimpleNamespace(lost=asyncio.Event())
+    daemon: Any = SimpleNamespace(exited=asyncio.Event())
     route._swarm = MagicMock(transport=Transport(PeerId("client"), daemon, daemon, daemon))
 
     async def closed(*_: object, **__: object) -> None:
-        daemon.lost.set()
+        daemon.exited.set()
         look = asyncio.create_task(asyncio.sleep(60))
         look.cancel()
         await look

@@ -121,7 +121,6 @@ def _request(model_id: ModelId) -> RouteRequest:
         max_tokens=100,
         hidden_size=HIDDEN,
         dtype="float32",
-        mode="chain",
     )
 
 

@@ -269,20 +269,9 @@ def open_model(
     folder = checkpoint.fetch_side_files()
     with track_wait("the tokenizer to be loaded"):
         tokenizer = load(folder)
-    options = ConnectionOptions(
-        initial_peers=config.initial_peers,
-        routing=config.route,
-        swarm_key=secret_text(config.swarm_key),
-        step_timeout_s=config.step_timeout_s,
-        replicate_cache=config.replicate_cache,
-        quality=config.quality,
-        min_precision=config.min_precision,
-        strategy=config.strategy,
-        decisions_path=default_decisions_path(),
-    )
     model = build_connected_model(
         checkpoint,
-        options,
+        ConnectionOptions.from_config(config),
         dtype=dtype,
         device=device,
         prefix_salt=choose_prefix_salt(config.reuse_prefix, None),

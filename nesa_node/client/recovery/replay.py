@@ -32,7 +32,7 @@ class StepReplay:
     def stages(self) -> list[PipelineStage]:
         """Pipeline stages for new steps, each of which records its inputs."""
         links = self._route.links
-        if self._request.mode == "chain":
+        if self._request.is_chain:
             return [PipelineStage(links[0], links[-1], links, self._outbox(links[0]))]
         stages: list[PipelineStage] = []
         for link in reversed(links):
@@ -76,7 +76,7 @@ class StepReplay:
             open_timeout_s=open_timeout_s,
         )
         links = self._route.links
-        for link in links if self._request.mode == "star" else links[:1]:
+        for link in links if not self._request.is_chain else links[:1]:
             if link in self._route.held_tokens:
                 await self._replay_to(link, self._route.held_tokens[link], lengths)
         # Inputs at blocks where no hop starts any more would have gaps if a hop starts there again.
@@ -85,7 +85,7 @@ class StepReplay:
 
     async def _replay_to(self, link: HopLink, held: Sequence[int], lengths: Sequence[int]) -> None:
         steps = self._outbox(link).iter_steps(held, lengths)
-        if self._request.mode == "star" and self._lacks_inputs_after(link.hop):
+        if not self._request.is_chain and self._lacks_inputs_after(link.hop):
             await self._replay_for_outputs(link, [await step.materialize() for step in steps])
         else:
             for step in steps:

@@ -176,23 +176,19 @@ class ChainRebuilder:
         replay: StepReplay,
         open_limiter: OpenLimiter,
         *,
-        recovery_timeout_s: float,
-        queue_timeout_s: float,
         rng: random.Random,
     ) -> None:
         self._route = route
         self._request = request
         self._replay = replay
         self._open_limiter = open_limiter
-        self._recovery_timeout_s = recovery_timeout_s
-        self._queue_timeout_s = queue_timeout_s
         self._rng = rng
 
     def new_retry_policy(self) -> RetryPolicy:
         """New policy with time limits that start now."""
         return RetryPolicy(
-            queue_timeout_s=self._queue_timeout_s,
-            recovery_timeout_s=self._recovery_timeout_s,
+            queue_timeout_s=self._request.options.queue_timeout_s,
+            recovery_timeout_s=self._request.options.recovery_timeout_s,
             rng=self._rng,
         )
 
@@ -279,13 +275,13 @@ class ChainRebuilder:
 
     def _final_error(self, last: Exception, *, hopeless: bool) -> Exception:
         if isinstance(last, BusyError):
-            waited = f"waited {self._queue_timeout_s:g} s for room"
+            waited = f"waited {self._request.options.queue_timeout_s:g} s for room"
             return BusyError(f"{last}; {waited}", last.retry_after_s)
         missing = [(span.start, span.end) for span in self._missing_spans()]
         if isinstance(last, MissingBlocksError):
             missing = list(last.missing)
         ranges = ", ".join(f"{start}:{end}" for start, end in missing) or str(self._request.span)
-        waited = f"waited {self._recovery_timeout_s:g} s"
+        waited = f"waited {self._request.options.recovery_timeout_s:g} s"
         if hopeless:
             waited = "and none is joining with them"
         blocks = f"blocks {ranges} of {self._request.model_id}"

@@ -48,18 +48,15 @@ async def measure_speed(swarm: Swarm, node: NodeState, request: RouteRequest) ->
         max_tokens=2 * PIPELINED_STEPS + SEQUENTIAL_STEPS,
         allowed_peers=frozenset({node.peer_id}),
         prefix=(),
-        replicate_cache=False,
+        options=replace(
+            request.options,
+            replicate_cache=False,
+            recovery_timeout_s=_AUDIT_TIMEOUT_S / 4,
+            queue_timeout_s=_AUDIT_TIMEOUT_S / 4,
+            step_timeout_s=_AUDIT_TIMEOUT_S / 4,
+        ),
     )
-    session = RemoteSession(
-        swarm,
-        alone,
-        ChainPlanner(swarm),
-        OpenLimiter(),
-        recovery_timeout_s=_AUDIT_TIMEOUT_S / 4,
-        queue_timeout_s=_AUDIT_TIMEOUT_S / 4,
-        step_timeout_s=_AUDIT_TIMEOUT_S / 4,
-        rng=random.Random(),
-    )
+    session = RemoteSession(swarm, alone, ChainPlanner(swarm), OpenLimiter(), rng=random.Random())
     try:
         async with asyncio.timeout(_AUDIT_TIMEOUT_S):
             await session.open()

@@ -320,13 +320,13 @@ class NodeSelector:
         """Whether the node's weights are coarser than requested, or of an unknown quantization."""
         order = get_args(Precision)
         precision = "full" if node.quantization == "none" else node.quantization
-        return precision not in order[order.index(self._request.min_precision) :]
+        return precision not in order[order.index(self._request.options.min_precision) :]
 
     def _explain_missing(self, snapshot: Snapshot, error: MissingBlocksError) -> NesaError:
         """The error to raise: no holder of the blocks, none precise enough, none large enough, or
         refusals.
         """
-        request = self._request
+        request, coarsest = self._request, self._request.options.min_precision
         holders = [
             node
             for node in snapshot.nodes
@@ -338,7 +338,7 @@ class NodeSelector:
             return RefusedError(
                 "too_coarse",
                 f"the nodes with blocks {error.missing[0][0]}:{error.missing[0][1]} hold them in "
-                f"{found}, and {request.min_precision} was asked for at least (--min-precision)",
+                f"{found}, and {coarsest} was asked for at least (--min-precision)",
             )
         holders = precise
         refusals = [self._refusals[n.peer_id] for n in holders if n.peer_id in self._refusals]

@@ -186,7 +186,7 @@ class ChainPlanner:
             self.strategy = await self._with_published_exponents(self.strategy, request.model_id)
         linked, rtt_ms = await self.latencies.add_links(snapshot, request.span, may_ping=may_ping)
         nodes = tuple(self.claims.clamp(node) for node in linked.nodes)
-        if request.mode == "star":
+        if not request.is_chain:
             linked = replace(
                 linked, links=_links_through_client(rtt_ms, [n.peer_id for n in nodes])
             )

@@ -1,65 +1,23 @@
-"""Requests and options of routes: what a session needs of its nodes.
-
-Options of a client's connection to the swarm, and of its sessions' routes.
-"""
+"""Options of a client's connection to the swarm, and what a session needs of its nodes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Self, get_args
 
 from nesa_node.compression import tensors
 from nesa_node.compression.quality import EXACT, check_quality
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.settings.choices import Precision, RouteName, StrategyName
+from nesa_node.core.settings.models import (
+    ClientConfig,
+    default_decisions_path,
+    secret_text,
+)
 from nesa_node.core.span import Span
-from nesa_node.swarm.protocol.messages import Mode, Prefix
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteRequest:
-    """Requirements of one session on its nodes."""
-
-    model_id: ModelId
-    span: Span
-    rows: int
-    max_tokens: int
-    hidden_size: int
-    dtype: str
-    mode: Mode
-    swarm_key: str | None = None
-    replicate_cache: bool = False
-    """Whether every node gets a successor with a recent copy of its cache."""
-    num_blocks: int | None = None
-    """Blocks of the whole model, if known: records that contradict it are ignored."""
-    prefix: Prefix = ()
-    """Digests of each row's prompt."""
-    min_precision: Precision = "nf4"
-    """Coarsest quantization of weights that nodes may use."""
-    quality: str = EXACT
-    """Lower bound of precision for hidden states on the wire."""
-    allowed_peers: frozenset[PeerId] | None = None
-    """Peers that the session may use; None: all."""
-
-    @property
-    def numerics_label(self) -> str:
-        """Everything besides the tokens that determines a node's inputs, for prefix digests."""
-        words = [self.dtype]
-        if self.quality != EXACT:
-            words.append(self.quality)
-        if self.min_precision != "nf4":
-            words.append(f"weights {self.min_precision}")
-        return " ".join(words)
-
-    @property
-    def total_tokens(self) -> int:
-        return self.rows * self.max_tokens
-
-    @property
-    def max_output_bytes(self) -> int:
-        return self.total_tokens * self.hidden_size * tensors.DTYPES[self.dtype].itemsize
+from nesa_node.swarm.protocol.messages import Prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,3 +72,59 @@ class ConnectionOptions:
             raise ValueError(
                 "step_timeout_s must be positive, the other timeouts must not be negative"
             )
+
+    @classmethod
+    def from_config(cls, config: ClientConfig) -> Self:
+        return cls(
+            initial_peers=config.initial_peers,
+            routing=config.route,
+            swarm_key=secret_text(config.swarm_key),
+            step_timeout_s=config.step_timeout_s,
+            replicate_cache=config.replicate_cache,
+            quality=config.quality,
+            min_precision=config.min_precision,
+            strategy=config.strategy,
+            decisions_path=default_decisions_path(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteRequest:
+    """Requirements of one session on its nodes."""
+
+    model_id: ModelId
+    span: Span
+    rows: int
+    max_tokens: int
+    hidden_size: int
+    dtype: str
+    options: ConnectionOptions = field(default_factory=ConnectionOptions)
+    num_blocks: int | None = None
+    """Blocks of the whole model, if known: records that contradict it are ignored."""
+    prefix: Prefix = ()
+    """Digests of each row's prompt."""
+    allowed_peers: frozenset[PeerId] | None = None
+    """Peers that the session may use; None: all."""
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether nodes send to each other; otherwise (a star) all send to the client."""
+        return self.options.routing == "chain"
+
+    @property
+    def numerics_label(self) -> str:
+        """Everything besides the tokens that determines a node's inputs, for prefix digests."""
+        words = [self.dtype]
+        if self.options.quality != EXACT:
+            words.append(self.options.quality)
+        if self.options.min_precision != "nf4":
+            words.append(f"weights {self.options.min_precision}")
+        return " ".join(words)
+
+    @property
+    def total_tokens(self) -> int:
+        return self.rows * self.max_tokens
+
+    @property
+    def max_output_bytes(self) -> int:
+        return self.total_tokens * self.hidden_size * tensors.DTYPES[self.dtype].itemsize

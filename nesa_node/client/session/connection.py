@@ -77,20 +77,15 @@ class RemoteConnection:
     async def open_remote(
         self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
     ) -> AsyncIterator[RemoteSession]:
-        options, dtype = self._options, DTYPE_NAMES[self._dtype]
         request = RouteRequest(
             model_id=self._model,
             span=span,
             rows=rows,
             max_tokens=max_tokens,
             hidden_size=self._hidden_size,
-            dtype=dtype,
-            mode=options.routing,
-            swarm_key=options.swarm_key,
-            replicate_cache=options.replicate_cache,
+            dtype=DTYPE_NAMES[self._dtype],
+            options=self._options,
             num_blocks=self._num_blocks,
-            quality=options.quality,
-            min_precision=options.min_precision,
         )
         if prefix is not None:
             announced = prefix.prompt_digests(self._model, request.numerics_label)
@@ -100,9 +95,6 @@ class RemoteConnection:
             request,
             self._planner,
             self._open_limiter,
-            recovery_timeout_s=options.recovery_timeout_s,
-            queue_timeout_s=options.queue_timeout_s,
-            step_timeout_s=options.step_timeout_s,
             rng=self._rng,
             prefix=prefix,
             metrics=self.metrics,

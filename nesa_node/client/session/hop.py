@@ -129,7 +129,7 @@ class HopLink:
         """
         self.hop = hop
         self.session = session
-        self.wire = LinkEncoder(request.quality, (), speed)
+        self.wire = LinkEncoder(request.options.quality, (), speed)
         """Encoding of steps to the node."""
         self.state = LinkState.SERVING
         self.failure: LinkFailure | None = None
@@ -175,7 +175,7 @@ class HopLink:
 
     def prefix_for_node(self, prefix: Prefix) -> Prefix:
         """Digests as sent to this node: in a star each node gets different ones."""
-        return prefix if self._request.mode == "chain" else rekey_for_peer(prefix, self.hop.peer_id)
+        return prefix if self._request.is_chain else rekey_for_peer(prefix, self.hop.peer_id)
 
     async def open(self, message: Open, timeout_s: float = OPEN_TIMEOUT_S) -> None:
         """Open the session. Raises `BusyError`, `RemoteError` and `PeerUnreachableError`."""
@@ -183,7 +183,7 @@ class HopLink:
         if not isinstance(answer, Opened):
             raise self._fail_unexpected(answer)
         self.opened = answer
-        self.wire = LinkEncoder(self._request.quality, answer.codecs, self._speed)
+        self.wire = LinkEncoder(self._request.options.quality, answer.codecs, self._speed)
 
     async def link(self, message: Link) -> None:
         """Connect the node with its neighbours for an epoch. Raises `RemoteError` and
@@ -329,7 +329,7 @@ class HopLink:
                 self._on_change()
                 if self.opened is not None:
                     version = self.opened.version
-                    await report_arrival(self._stream, self._request.quality, version)
+                    await report_arrival(self._stream, self._request.options.quality, version)
                 await self._budget.wait_until_paid(self._stream, message)
         except ProtocolError as error:
             self.fail(str(error))

@@ -190,7 +190,7 @@ class HopOpener:
             raise
         stream = Stream(peer, reader, writer)
         try:
-            speed = await get_link_speed(self._swarm, peer, request.quality)
+            speed = await get_link_speed(self._swarm, peer, request.options.quality)
         except BaseException:
             await stream.close()
             raise
@@ -222,7 +222,7 @@ class HopOpener:
         """Session id and secret for one node. In a star each node has its own, so that nodes cannot
         match them.
         """
-        if self._request.mode == "chain":
+        if self._request.is_chain:
             return self.session, self._secret
         return secrets.token_bytes(16), secrets.token_bytes(32)
 
@@ -235,7 +235,7 @@ class HopOpener:
         donor: PeerId | None,
     ) -> Open:
         request, hop = self._request, link.hop
-        chained = request.mode == "chain" and before is not None
+        chained = request.is_chain and before is not None
         return Open(
             version=VERSION,
             model=request.model_id,
@@ -244,18 +244,18 @@ class HopOpener:
             blocks=(hop.span.start, hop.span.end),
             rows=request.rows,
             max_tokens=request.max_tokens,
-            mode=request.mode,
+            mode=request.options.routing,
             dtype=request.dtype,  # type: ignore[arg-type]  # checked by `tensors.DTYPES` before
             epoch=epoch - 1,
             upstream=before.peer_id if chained and before is not None else None,
             donor=donor,
             # A successor is handed the whole cache.
             prefix=link.prefix_for_node(self._prefix_start.prefix) if donor is None else (),
-            quality=request.quality,
+            quality=request.options.quality,
             codecs=codec_names(),
             trace=self.trace,
             membership=membership_proof(
-                request.swarm_key,
+                request.options.swarm_key,
                 SessionId(link.session),
                 self._swarm.identity.peer_id,
                 hop.peer_id,

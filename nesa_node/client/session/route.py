@@ -271,7 +271,7 @@ class SessionRoute:
         needs_output: Callable[[Hop], bool],
     ) -> None:
         everything = tuple(lengths)
-        chained = self._request.mode == "chain"
+        chained = self._request.is_chain
         requests = []
         for i, link in enumerate(links):
             after = links[i + 1] if chained and i + 1 < len(links) else None

@@ -67,9 +67,6 @@ class RemoteSession:
         planner: ChainPlanner,
         open_limiter: OpenLimiter,
         *,
-        recovery_timeout_s: float,
-        queue_timeout_s: float,
-        step_timeout_s: float,
         rng: random.Random,
         prefix: SessionPrefix | None = None,
         metrics: SessionMetrics | None = None,
@@ -88,28 +85,13 @@ class RemoteSession:
         self._trace = SessionTrace(request, session_name(self._route.session))
         self._route.opener.trace = self._trace.context
         self._lengths = [0] * request.rows
-        self._pipeline = StepPipeline(
-            self._route,
-            request,
-            self._changed,
-            step_timeout_s=step_timeout_s,
-            rng=rng,
-        )
+        self._pipeline = StepPipeline(self._route, request, self._changed, rng=rng)
         self._replay = StepReplay(self._route, request, self._pipeline)
-        self._rebuilder = ChainRebuilder(
-            self._route,
-            request,
-            self._replay,
-            open_limiter,
-            recovery_timeout_s=recovery_timeout_s,
-            queue_timeout_s=queue_timeout_s,
-            rng=rng,
-        )
+        self._rebuilder = ChainRebuilder(self._route, request, self._replay, open_limiter, rng=rng)
         self._step_number = 0
         self._next_leaver_check_at = 0.0
         self._next_replication_at = 0.0
         self._open_limiter = open_limiter
-        self._step_timeout_s = step_timeout_s
         self._slowdown = SlowdownDetector(time.monotonic)
         self._watched_hops: tuple[Hop, ...] = ()
         self._reconsidering = TaskSet()
@@ -125,7 +107,7 @@ class RemoteSession:
     @property
     def codecs(self) -> tuple[str, ...]:
         """Codec of the last step's hidden states on each stream, from the client and back to it."""
-        streams = len(self.hops) + 1 if self._request.mode == "chain" else 2 * len(self.hops)
+        streams = len(self.hops) + 1 if self._request.is_chain else 2 * len(self.hops)
         via = self._pipeline.output_codecs
         return ("none",) * (streams - len(via)) + via
 
@@ -248,7 +230,7 @@ class RemoteSession:
 
     def _log_chain(self, event: str) -> None:
         hops = [f"{hop.peer_id} {hop.span}" for hop in self.hops]
-        log.info(event, mode=self._request.mode, hops=hops)
+        log.info(event, mode=self._request.options.routing, hops=hops)
 
     async def _record_reused_prefix(self) -> None:
         """Record reused tokens for replay, since nodes that join later may lack them."""
@@ -316,7 +298,7 @@ class RemoteSession:
     def _refresh_successors(self) -> None:
         """Update successors, if the session has them."""
         now = time.monotonic()
-        if self._request.replicate_cache and now >= self._next_replication_at:
+        if self._request.options.replicate_cache and now >= self._next_replication_at:
             self._next_replication_at = now + REPLICATION_INTERVAL_S
             self._route.refresh_successors()
 
@@ -333,7 +315,7 @@ class RemoteSession:
             # A rebuild drops lost links even if it fails, and a step must not run over the
             # remaining ones: the step finds the loss and repairs it.
             return
-        if self._request.mode == "chain":
+        if self._request.is_chain:
             under_way = [link for link in leavers if self._route.prepare_successor(link)]
             if under_way:
                 # They serve until successors hold their cache.
@@ -394,5 +376,5 @@ class RemoteSession:
             "the answer to a step",
             blocks=(self._request.span,),
             peers=[link.hop.peer_id for link in self._route.links],
-            limit_s=self._step_timeout_s,
+            limit_s=self._request.options.step_timeout_s,
         )

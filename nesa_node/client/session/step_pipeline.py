@@ -99,13 +99,12 @@ class StepPipeline:
         request: RouteRequest,
         changed: asyncio.Event,
         *,
-        step_timeout_s: float,
         rng: random.Random,
     ) -> None:
         self._route = route
         self._request = request
         self._changed = changed
-        self._step_timeout_s = step_timeout_s
+        self._step_timeout_s = request.options.step_timeout_s
         self._rng = rng
         self._stalls = StallDetector()
         self.output_codecs: tuple[str, ...] = ()
@@ -246,7 +245,7 @@ class StepPipeline:
         ):
             raise self._fail_link(link, "an output of another shape", "wrong")
         try:
-            check_codec_allowed(self._request.quality, output.tensor)
+            check_codec_allowed(self._request.options.quality, output.tensor)
             output_TD = tensors.decode(output.tensor, payload, max_bytes=output.tensor.max_nbytes)
         except ProtocolError as error:
             # Nodes refuse non-finite inputs, so this hop produced the values itself.
@@ -260,7 +259,7 @@ class StepPipeline:
         if self._route.search.silent_peers and not self.suspicion.suspected:
             self._route.search.stop()
         stage.restart_timers(self.suspicion, self._step_timeout_s)
-        return kept, output_TD, normalize_via(self._request.quality, output.via)
+        return kept, output_TD, normalize_via(self._request.options.quality, output.via)
 
     def _output_shape(self, sent: SentStep) -> tuple[int, int]:
         tokens = {"all": sent.meta.shape[0], "last": len(sent.rows), "none": 0}
@@ -355,7 +354,7 @@ class StepPipeline:
                 raise ChainBrokenError(link.failure.reason)
         for link, after in zip(links, [*links[1:], None], strict=True):
             if link.downstream_lost_reason is not None:
-                after = after if self._request.mode == "chain" else None
+                after = after if self._request.is_chain else None
                 what = self._route.fault_attribution.fail_link_pair(
                     link, after, link.downstream_lost_reason
                 )

@@ -33,14 +33,14 @@ class SessionTrace:
             {
                 "nesa.session": name,
                 "nesa.model": request.model_id,
-                "nesa.route": request.mode,
+                "nesa.route": request.options.routing,
                 "nesa.rows": request.rows,
                 "nesa.blocks": str(request.span),
             },
         )
         self.is_enabled = self._span.context is not None
         """Whether tracing is on; if not, no other member needs to be used."""
-        chained = self.is_enabled and request.mode == "chain"
+        chained = self.is_enabled and request.is_chain
         self.context = bytes(self._span.context) if chained and self._span.context else b""
         """Trace context sent to nodes. Empty in a star: its nodes must not be able to match
         sessions."""

@@ -31,17 +31,21 @@ from nesa_node.swarm.p2p.transport import Transport
 
 def given_up(last: Exception, *served: str, hopeless: bool = True) -> str:
     route: Any = SimpleNamespace(
-        nodes=SimpleNamespace(served=served), links=(), opener=SimpleNamespace(unreached=())
+        selector=SimpleNamespace(served_models=served),
+        links=(),
+        opener=SimpleNamespace(unreached_spans=()),
     )
-    request: Any = SimpleNamespace(span=Span(0, 4), model_id="tiny@0")
+    request: Any = SimpleNamespace(
+        span=Span(0, 4),
+        model_id="tiny@0",
+        options=ConnectionOptions(recovery_timeout_s=1, queue_timeout_s=1),
+    )
     nothing: Any = None
     rebuilding = ChainRebuilder(
         route,
         request,
         nothing,
         nothing,
-        recovery_timeout_s=1,
-        queue_timeout_s=1,
         rng=random.Random(0),
     )
     return str(rebuilding._final_error(last, hopeless=hopeless))
@@ -72,7 +76,7 @@ def test_blocks_whose_nodes_fail_are_not_said_to_have_none() -> None:
 
 async def test_connection_ends_with_its_own_libp2p_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Held by a model, it is then made anew; a chain that breaks is not waited for."""
-    daemon: Any = SimpleNamespace(lost=asyncio.Event())
+    daemon: Any = SimpleNamespace(exited=asyncio.Event())
     transport = Transport(PeerId("client"), daemon, daemon, daemon)
     swarm: Any = MagicMock(transport=transport)
 
@@ -90,7 +94,7 @@ async def test_connection_ends_with_its_own_libp2p_daemon(monkeypatch: pytest.Mo
             open_connection(checkpoint, options, torch.float32) as opened,
         ):
             before = opened.is_lost
-            daemon.lost.set()
+            daemon.exited.set()
             assert (before, opened.is_lost) == (False, True)
             with pytest.raises(SwarmError, match="p2pd"):
                 await opened.open_session(Span(0, 4), rows=1, max_tokens=8).__aenter__()

@@ -14,7 +14,7 @@ import pytest
 
 from nesa_node.client.routing.node_selection import MAX_INLINE_PLAN_NODES, NodeSelector
 from nesa_node.client.routing.planner import ChainPlanner
-from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
 from nesa_node.core.errors import BusyError, MissingBlocksError, PeerUnreachableError, RefusedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.settings.choices import Precision
@@ -48,7 +48,9 @@ async def planned(
     precision: Precision, *nodes: NodeState, blames: Mapping[str, float] | None = None
 ) -> list[str]:
     snapshot = Snapshot(MODEL, 4, nodes, taken_at=0.0)
-    session, _ = _nodes_of(snapshot, blames, max_tokens=10, min_precision=precision)
+    session, _ = _nodes_of(
+        snapshot, blames, max_tokens=10, options=ConnectionOptions(min_precision=precision)
+    )
     hops, _ = await session.plan_hops((), frozenset())
     return [str(hop.peer_id) for hop in hops]
 
@@ -97,14 +99,14 @@ def _nodes_of(
         identity=SimpleNamespace(peer_id=PeerId("client")),
         directory=SimpleNamespace(
             fetch=AsyncMock(return_value=snapshot),
-            glance_soon=AsyncMock(),
+            try_fetch_one=AsyncMock(),
             snapshot=lambda *_: snapshot,
-            measured=lambda snapshot: {},
+            measured_links=lambda snapshot: {},
             blames=lambda _: blames or {},
         ),
         transport=SimpleNamespace(open_stream=AsyncMock(side_effect=PeerUnreachableError("far"))),
-        distances=RttTable(),
-        speeds=LinkSpeeds(),
+        rtts=RttTable(),
+        link_speeds=LinkSpeeds(),
     )
     request = RouteRequest(
         model_id=MODEL,
@@ -112,7 +114,6 @@ def _nodes_of(
         rows=1,
         hidden_size=4,
         dtype="float32",
-        mode="chain",
         **({"max_tokens": 600} | fields),
     )
     planner = ChainPlanner(swarm)
@@ -187,7 +188,7 @@ async def test_client_tries_published_exponents_within_bounds_of_those_known_lon
     planner.strategy = make_strategy("homology-greedy", np.random.default_rng(0))
     planner._swarm.notices = SimpleNamespace(  # type: ignore[misc, assignment]
         fetch=AsyncMock(return_value=placements),
-        acquaintance=SimpleNamespace(known_s=known_s.__getitem__),
+        peer_ages=SimpleNamespace(known_s=known_s.__getitem__),
     )
     planner.latencies.add_links = AsyncMock(return_value=(snapshot, {}))  # type: ignore[method-assign]
     await planner.build_view(snapshot, session._request, may_ping=True)
@@ -200,7 +201,9 @@ def test_node_that_announces_room_and_refuses_is_reported_after_three_records() 
     session, planner = _nodes_of(Snapshot(MODEL, 4, (), taken_at=0.0))
     told: list[tuple[str, str]] = []
     swarm: Any = planner._swarm
-    swarm.reporter = SimpleNamespace(note=lambda _, peer, kind: told.append((peer, kind)))
+    swarm.failure_reporter = SimpleNamespace(
+        record_failure=lambda _, peer, kind: told.append((peer, kind))
+    )
     room = {"roomy": 1000, "full": 10}
     for seq in range(3):
         for name, free in room.items():
@@ -225,7 +228,7 @@ async def test_new_chain_comes_before_the_node_that_has_just_failed() -> None:
 def test_failure_that_others_hear_of_is_noted_where_the_session_waits(tell: bool) -> None:
     nodes, planner = _nodes_of(Snapshot(MODEL, 4, (), taken_at=0.0))
     swarm: Any = planner._swarm
-    swarm.reporter = SimpleNamespace(note=lambda *_: None)
+    swarm.failure_reporter = SimpleNamespace(record_failure=lambda *_: None)
     waits = WaitTracker()
     with waits.activate():
         nodes.record_failure(PeerId("c"), "it was frozen", report=tell)
@@ -242,7 +245,7 @@ async def test_planning_over_many_nodes_leaves_the_event_loop_alone(
     states = tuple(_state(f"{index:03}", 0, 4) for index in range(number))
     nodes, planner = _nodes_of(Snapshot(MODEL, 4, states, taken_at=0.0))
     here, elsewhere = threading.get_ident(), list[bool]()
-    for name in ("plan", "step_s"):
+    for name in ("plan_chain", "expected_step_s"):
         original = getattr(planner, name)
 
         def noting(*args: Any, original: Any = original, **options: Any) -> Any:

@@ -50,14 +50,12 @@ async def opened(
         return routes[0]
 
     monkeypatch.setattr(session_module, "SessionRoute", route)
+    timeouts = {"recovery_timeout_s": 5.0, "queue_timeout_s": 5.0}
     session = RemoteSession(
         None,  # type: ignore[arg-type]  # the scripted route needs no swarm
-        request(mode, rows=rows, hops=HOPS),
+        request(mode, rows=rows, hops=HOPS, step_timeout_s=step_timeout_s, **timeouts),
         ChainPlanner(None),  # type: ignore[arg-type]
         OpenLimiter(),
-        recovery_timeout_s=5.0,
-        queue_timeout_s=5.0,
-        step_timeout_s=step_timeout_s,
         rng=RNG,
     )
     try:
