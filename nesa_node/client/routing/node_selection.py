@@ -299,11 +299,6 @@ class NodeSelector:
         finally:
             del first  # its traceback refers to this frame
 
-    def _unwanted(self, snapshot: Snapshot) -> frozenset[PeerId]:
-        only = self._request.allowed_peers
-        peers = frozenset(node.peer_id for node in snapshot.nodes)
-        return frozenset() if only is None else peers - only
-
     def _unusable_peers(self, snapshot: Snapshot, drop: frozenset[PeerId]) -> frozenset[PeerId]:
         """Peers that the session cannot use under any circumstances."""
         request = self._request
