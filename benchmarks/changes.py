@@ -28,12 +28,12 @@ from benchmarks.traces import (
     generate_trace,
 )
 from nesa_node.topology.changes.detector import (
+    BlockHoldings,
     ChangeState,
     Observation,
     PlanCostPair,
     judge_snapshot,
 )
-from nesa_node.topology.changes.membership import BlockHoldings
 from nesa_node.topology.changes.shift import make_connectivity
 from nesa_node.topology.changes.triggers import TriggerName
 from nesa_node.topology.shape.filtration import make_filtration

@@ -25,10 +25,14 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.geography import locations_array, min_rtt_ms
-from nesa_node.topology.links.assembly import links_from_measurements
 from nesa_node.topology.links.estimate import estimate_rtt_ms, fit_access_rates
-from nesa_node.topology.links.expected_rtt import fit_heights
-from nesa_node.topology.links.vivaldi import NUM_DIMENSIONS, NetworkCoordinates, fit_coordinates
+from nesa_node.topology.links.expected_rtt import (
+    NUM_DIMENSIONS,
+    NetworkCoordinates,
+    fit_coordinates,
+    fit_heights,
+)
+from nesa_node.topology.links.matrix import links_from_measurements
 from nesa_node.topology.simulation.world import (
     World,
     make_world,

@@ -31,8 +31,8 @@ from benchmarks.results import print_table
 from benchmarks.swarms import Swarm, open_local, open_swarm, torch_threads
 from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.core.span import Span
+from nesa_node.engine.model.devices import measure_throughput
 from nesa_node.engine.model.loading import load_blocks
-from nesa_node.engine.model.throughput import measure_throughput
 
 DEFAULTS = Options(model="thin", new_tokens=400)
 QUICK = Options(model="thin", nodes=(1, 2), runs=1, new_tokens=40)

@@ -19,7 +19,7 @@ from typing import Any
 from nesa_node.cli.app import run_command
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.model.blocks import ModelBlocks
-from nesa_node.engine.model.throughput import SpanThroughput, measure_throughput
+from nesa_node.engine.model.devices import SpanThroughput, measure_throughput
 from nesa_node.server.node import daemon, served_span
 from nesa_node.server.node import served_span as speed
 from nesa_node.server.node.move_limiter import MoveLimiter

@@ -9,20 +9,14 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nesa_node import __version__
-from nesa_node.api.endpoints import (
-    chat,
-    completions,
-    embeddings,
-    model_list,
-    responses,
-    tokenization,
-)
-from nesa_node.api.endpoints.docs_page import docs_route
+from nesa_node.api.endpoints import chat, completions, embeddings, responses, tokenization
+from nesa_node.api.endpoints import gateway_info as model_list
+from nesa_node.api.endpoints.gateway_info import docs_route
 from nesa_node.api.gateway import Gateway
 from nesa_node.api.models.registry import ModelRegistry
 from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
 from nesa_node.api.openapi import install_openapi
-from nesa_node.api.responses.errors import install_error_handlers
+from nesa_node.api.responses.http_responses import install_error_handlers
 from nesa_node.api.responses.in_flight import GracefulShutdown, ResponseMemory
 from nesa_node.core.settings.models import GatewayConfig
 

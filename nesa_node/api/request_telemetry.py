@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
 from nesa_node.api.models.metrics import GatewayMetrics
-from nesa_node.api.responses.errors import collect_error_codes
+from nesa_node.api.responses.http_responses import collect_error_codes
 from nesa_node.core import tracing
 from nesa_node.core.logging import get_logger
 from nesa_node.core.tracing import NO_SPAN, TraceContext, TraceSpan

@@ -1,7 +1,7 @@
 """Metrics of daemons and gateways: definitions, samples, and the sources that are scraped.
 
 Does not depend on a Prometheus library. A source is called on each scrape and reads existing
-state; `web/metrics.py` formats the samples.
+state; `web/server.py` formats the samples.
 
 Histogram without locks, for hot paths where a microsecond matters.
 """

@@ -21,9 +21,13 @@ from starlette.types import ASGIApp
 
 from nesa_node.client.model.activity import Activity
 from nesa_node.dashboard.feed import MAX_VIEWERS, StateFeed, StateStream
-from nesa_node.dashboard.observer import POLL_INTERVAL_S, SwarmObserver
+from nesa_node.dashboard.observer import (
+    POLL_INTERVAL_S,
+    ModelTopologies,
+    SwarmObserver,
+    TopologyDocument,
+)
 from nesa_node.dashboard.state import DashboardState
-from nesa_node.dashboard.topologies import ModelTopologies, TopologyDocument
 from nesa_node.swarm.node import Swarm
 
 STATIC_FOLDER = Path(__file__).parent / "static"

@@ -13,8 +13,13 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
-from nesa_node.evaluation.perplexity import rolling_queries
-from nesa_node.evaluation.scoring import encode_pair, encode_text, prefix_token, score_queries
+from nesa_node.evaluation.scoring import (
+    encode_pair,
+    encode_text,
+    prefix_token,
+    rolling_queries,
+    score_queries,
+)
 
 try:
     from lm_eval.api.model import LM

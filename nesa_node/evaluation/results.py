@@ -25,15 +25,15 @@ from transformers import PreTrainedTokenizerBase
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.evaluation.cells import Cell
-from nesa_node.evaluation.multiple_choice import (
+from nesa_node.evaluation.scoring import Perplexity, mcnemar, measure_perplexity, paired_t
+from nesa_node.evaluation.tasks import (
     Accuracy,
     ChoiceResult,
+    HarnessTasks,
     MultipleChoiceItem,
+    TaskResult,
     measure_choices,
 )
-from nesa_node.evaluation.paired_tests import mcnemar, paired_t
-from nesa_node.evaluation.perplexity import Perplexity, measure_perplexity
-from nesa_node.evaluation.tasks import HarnessTasks, TaskResult
 
 OpenModel = Callable[[Cell], AbstractContextManager[DistributedModelForCausalLM]]
 

@@ -3,12 +3,23 @@
 S scored tokens of a row, T of all rows, R of one chunk of logits, D hidden, V vocabulary.
 
 Tokenization of texts, and of contexts with continuations to score.
+
+Perplexity of a text, with each token predicted once from a window of the tokens before it.
+
+N scored tokens.
+
+Paired significance tests of two runs over the same texts and items.
+
+Items are easy or hard for both runs alike, so that the differences are far less uncertain than the
+two results.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.head import EmbeddingAndHead
-from nesa_node.core.errors import ContextLengthError
+from nesa_node.core.errors import ConfigError, ContextLengthError
 
 MAX_BATCH_TOKENS = 2048
 """Most tokens of a batch over all its rows, unless a single row has more."""
@@ -181,3 +192,146 @@ def prefix_token(tokenizer: PreTrainedTokenizerBase) -> int:
         if isinstance(token, int):
             return token
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class PairedMean:
+    """Mean of the differences, its standard error, and the two-sided p-value of a paired t-test."""
+
+    mean: float
+    standard_error: float
+    p_value: float
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of at least two values and its standard error s / sqrt(n); else `ValueError`."""
+    count = len(values)
+    if count < 2:
+        raise ValueError("a standard error needs at least two values")
+    mean = math.fsum(values) / count
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    return mean, math.sqrt(variance / count)
+
+
+def paired_t(values: Sequence[float], baseline: Sequence[float]) -> PairedMean:
+    """Paired t-test of the same items in two runs; identical runs have p = 1."""
+    mean, error = mean_and_error([a - b for a, b in zip(values, baseline, strict=True)])
+    if error == 0:
+        return PairedMean(mean, 0.0, 1.0 if mean == 0 else 0.0)
+    return PairedMean(mean, error, student_t(mean / error, len(values) - 1))
+
+
+def student_t(t: float, degrees: int) -> float:
+    """P(|T| >= |t|) of Student's t-distribution with an integer number of degrees of freedom.
+
+    The finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4, subtracted from 1, so that results
+    below 1e-13 are rounding errors.
+    """
+    if degrees < 1:
+        raise ValueError("a t test needs at least one degree of freedom")
+    angle = math.atan(abs(t) / math.sqrt(degrees))
+    cosine = math.cos(angle)
+    odd = degrees % 2
+    term, terms = (cosine if odd else 1.0), 0.0
+    for index in range(degrees // 2):
+        terms += term
+        step = 2 * index + 2
+        term *= cosine**2 * (step / (step + 1) if odd else (step - 1) / step)
+    within = math.sin(angle) * terms
+    if odd:
+        within = 2 / math.pi * (angle + within)
+    return min(1.0, max(0.0, 1 - within))
+
+
+def mcnemar(right: Sequence[bool], baseline: Sequence[bool]) -> float:
+    """McNemar's exact test: the two-sided p-value for correct and wrong answers of two runs.
+
+    Of n items that only one run has correct, k go to the run with fewer; under the null hypothesis
+    each is a fair coin flip: p = min(1, 2 sum_{i <= k} C(n, i) / 2^n).
+    """
+    pairs = list(zip(right, baseline, strict=True))
+    gained = sum(mine and not other for mine, other in pairs)
+    lost = sum(other and not mine for mine, other in pairs)
+    count = gained + lost
+    tail = sum(math.comb(count, index) for index in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / (1 << count))
+
+
+BLOCK_TOKENS = 64
+"""Tokens per block for the standard error: losses of neighbouring tokens are correlated, those of
+such blocks hardly."""
+MIN_TOKENS = 2 * BLOCK_TOKENS + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """exp(m) of the mean negative log-likelihood m over all scored tokens.
+
+    Standard error: the tokens are cut into consecutive blocks of about `BLOCK_TOKENS`; with s the
+    standard deviation of the k block means, the error of m is s / sqrt(k), and that of exp(m) is
+    exp(m) s / sqrt(k) (delta method). It refers to other texts of this kind and length, and is too
+    small if blocks are correlated.
+    """
+
+    tokens: int
+    block_nll: tuple[float, ...]
+    mean_nll: float
+
+    @classmethod
+    def from_nll(cls, nll_N: Tensor) -> Perplexity:
+        """From negative log-likelihoods [N] in text order; `ValueError` below two blocks."""
+        tokens = len(nll_N)
+        blocks = tokens // BLOCK_TOKENS
+        if blocks < 2:
+            raise ValueError(f"{tokens} tokens are fewer than two blocks of {BLOCK_TOKENS}")
+        cuts = [tokens * block // blocks for block in range(blocks + 1)]
+        means = tuple(float(nll_N[start:end].mean()) for start, end in pairwise(cuts))
+        return cls(tokens, means, float(nll_N.mean()))
+
+    @property
+    def value(self) -> float:
+        return math.exp(self.mean_nll)
+
+    @property
+    def standard_error(self) -> float:
+        return self.value * mean_and_error(self.block_nll)[1]
+
+
+def window_queries(ids: Sequence[int], *, context: int, stride: int) -> list[ScoringQuery]:
+    """Cut `ids` into overlapping windows of `context` tokens, `stride` apart.
+
+    The first window scores all its tokens but the first, which has no context; each later window
+    its last `stride` (the last one possibly fewer), given at least `context - stride` tokens.
+    Raises `ConfigError` for a stride that skips tokens.
+    """
+    if not 1 <= stride < context:
+        raise ConfigError(f"--stride {stride} must be at least 1 and below --context {context}")
+    queries, done = [], 1
+    while done < len(ids):
+        end = min(context if done == 1 else done + stride, len(ids))
+        queries.append(ScoringQuery(ids[max(0, end - context) : end], end - done))
+        done = end
+    return queries
+
+
+def measure_perplexity(
+    model: DistributedModelForCausalLM, ids: Sequence[int], *, context: int, stride: int
+) -> Perplexity:
+    """Perplexity of at least `MIN_TOKENS` ids; raises as `window_queries`, `score_queries` do."""
+    scores = score_queries(model, window_queries(ids, context=context, stride=stride))
+    return Perplexity.from_nll(-torch.cat([one.log_likelihoods_S for one in scores]))
+
+
+def rolling_queries(ids: Sequence[int], *, prefix_token: int, context: int) -> list[ScoringQuery]:
+    """Queries that score each of `ids` once in disjoint windows, as lm-evaluation-harness does.
+
+    The first window begins with the token `prefix_token`; each later one with the last token before
+    it. The last window is extended to the left, so that it too feeds `context` tokens.
+    """
+    told = [prefix_token, *ids]
+    queries, done = [], 1
+    while done < len(told):
+        end = min(done + context, len(told))
+        queries.append(ScoringQuery(told[max(0, end - context - 1) : end], end - done))
+        done = end
+    return queries

@@ -1,18 +1,35 @@
-"""Tasks of lm-evaluation-harness with results per item, for paired tests between runs."""
+"""Tasks of lm-evaluation-harness with results per item, for paired tests between runs.
+
+Multiple-choice items and the model's accuracy on them, by likelihood of the endings.
+
+Multiple-choice items generated from running text: endings of other passages are wrong.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
-from nesa_node.evaluation.paired_tests import mcnemar, mean_and_error, paired_t
+from nesa_node.core.settings.user_file import read_limited
+from nesa_node.evaluation.scoring import (
+    TokenScores,
+    encode_pair,
+    mcnemar,
+    mean_and_error,
+    paired_t,
+    score_queries,
+)
+from nesa_node.evaluation.texts import MAX_FILE_CHARS
 
 PAPER_TABLE_1_TASKS = (
     "hellaswag",
@@ -118,3 +135,170 @@ def _make_result(name: str, items: Sequence[Mapping[str, Any]]) -> TaskResult:
         f"--tasks {name}: none of its metrics is a mean over items "
         f"({', '.join(_PREFERRED_METRICS)})"
     )
+
+
+MIN_ITEMS = 2
+
+
+class MultipleChoiceItem(BaseModel):
+    """A context with possible endings, of which `endings[label]` is correct."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    context: str = Field(min_length=1)
+    endings: tuple[str, ...] = Field(min_length=2, strict=False)
+    label: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.label >= len(self.endings):
+            raise ValueError(f"label {self.label} of {len(self.endings)} endings, counted from 0")
+        if not all(ending.strip() for ending in self.endings):
+            raise ValueError("an ending is empty")
+        return self
+
+
+def read_items(path: Path) -> tuple[MultipleChoiceItem, ...]:
+    """Items from JSON lines `{"context": "...", "endings": ["...", "..."], "label": 0}`.
+
+    Raises `ConfigError`, with the line number for a bad line.
+    """
+    try:
+        lines = read_limited(path, MAX_FILE_CHARS).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--choices {path}: cannot be read ({error})") from error
+    items = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                items.append(MultipleChoiceItem.model_validate_json(line))
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                where = ".".join(map(str, first["loc"]))
+                raise ConfigError(
+                    f"{path}, line {number}: {where + ': ' if where else ''}{first['msg']}; a line "
+                    'is {"context": "...", "endings": ["...", "..."], "label": 0}'
+                ) from error
+    if len(items) < MIN_ITEMS:
+        raise ConfigError(f"{path} has {len(items)} items; at least {MIN_ITEMS} are needed")
+    return tuple(items)
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """The share p of correct answers among n; standard error sqrt(p (1 - p) / (n - 1))."""
+
+    right: tuple[bool, ...]
+
+    @property
+    def value(self) -> float:
+        return sum(self.right) / len(self.right)
+
+    @property
+    def standard_error(self) -> float:
+        return math.sqrt(self.value * (1 - self.value) / (len(self.right) - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceResult:
+    """Accuracies by total log-likelihood (`plain`) and per character (`normalised`).
+
+    They equal `acc` and `acc_norm` of lm-evaluation-harness.
+    """
+
+    plain: Accuracy
+    normalised: Accuracy
+
+
+def measure_choices(
+    model: DistributedModelForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    items: Sequence[MultipleChoiceItem],
+) -> ChoiceResult:
+    """Accuracy on `items`; endings follow their context after a space. Raises as `score_queries`
+    does.
+    """
+    queries = [
+        encode_pair(tokenizer, item.context, f" {ending}", max_tokens=model.context_length)
+        for item in items
+        for ending in item.endings
+    ]
+    scores = score_queries(model, queries)
+    plain, normalised = [], []
+    for item in items:
+        own = [next(scores) for _ in item.endings]
+        plain.append(_argmax([one.total for one in own]) == item.label)
+        normalised.append(_argmax(_per_character(own, item)) == item.label)
+    return ChoiceResult(Accuracy(tuple(plain)), Accuracy(tuple(normalised)))
+
+
+def _per_character(scores: Sequence[TokenScores], item: MultipleChoiceItem) -> list[float]:
+    # As in the harness, the space before an ending does not count.
+    return [one.total / len(text) for one, text in zip(scores, item.endings, strict=True)]
+
+
+def _argmax(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+CONTEXT_WORDS = 24
+ENDING_WORDS = 8
+NUM_ENDINGS = 4
+_SENTENCE_ENDS = (".", "!", "?", '."', "!”", ".”", ".)")
+
+
+def generate_items(
+    text: str,
+    *,
+    count: int,
+    seed: int,
+    context_words: int = CONTEXT_WORDS,
+    ending_words: int = ENDING_WORDS,
+    endings: int = NUM_ENDINGS,
+) -> tuple[MultipleChoiceItem, ...]:
+    """`count` items from non-overlapping passages of `text`.
+
+    Each passage begins at a sentence; its first `context_words` words are the context, the next
+    `ending_words` the correct ending. Wrong endings are those of other passages, of equal length in
+    words. Labels are evenly distributed. The same arguments give the same items. Raises
+    `ConfigError` if the text has too few passages.
+    """
+    passages = _split_passages(text.split(), context_words, ending_words)
+    distinct = list(dict.fromkeys(ending for _, ending in passages))
+    if len(passages) < count or len(distinct) < endings:
+        raise ConfigError(
+            f"the text has room for {len(passages)} multiple-choice items, {count} are asked for: "
+            "give a longer --text or fewer --items"
+        )
+    rng = random.Random(seed)
+    labels = [index % endings for index in range(count)]
+    rng.shuffle(labels)
+    items = []
+    for (context, real), label in zip(rng.sample(passages, count), labels, strict=True):
+        # One more than needed, since the correct one may be among them.
+        drawn = rng.sample(distinct, endings)
+        wrong = [ending for ending in drawn if ending != real][: endings - 1]
+        choices = (*wrong[:label], real, *wrong[label:])
+        items.append(MultipleChoiceItem(context=context, endings=choices, label=label))
+    return tuple(items)
+
+
+def count_possible_items(text: str) -> int:
+    """The number of items that `generate_items` can make of `text` at the default lengths."""
+    passages = _split_passages(text.split(), CONTEXT_WORDS, ENDING_WORDS)
+    return len(passages) if len({ending for _, ending in passages}) >= NUM_ENDINGS else 0
+
+
+def _split_passages(
+    words: Sequence[str], context_words: int, ending_words: int
+) -> list[tuple[str, str]]:
+    length = context_words + ending_words
+    passages, at = [], 0
+    while at + length <= len(words):
+        if at == 0 or words[at - 1].endswith(_SENTENCE_ENDS):
+            middle = at + context_words
+            passages.append((" ".join(words[at:middle]), " ".join(words[middle : at + length])))
+            at += length
+        else:
+            at += 1
+    return passages

@@ -35,8 +35,7 @@ from nesa_node.swarm.notice_store import STATEMENTS_PER_LOOP_TURN, NoticeStore
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.transport import Transport
 from nesa_node.swarm.reputation import ReputationView
-from nesa_node.topology.links.assembly import assemble_links
-from nesa_node.topology.links.packed import MeasuredLink
+from nesa_node.topology.links.matrix import MeasuredLink, assemble_links
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)

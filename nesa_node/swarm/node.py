@@ -2,20 +2,29 @@
 
 hivemind's p2pd has no flag for mDNS (its `-help` lists none), so that even on a LAN a node needs at
 least one initial peer, unless it is the first.
+
+Background pings by which a daemon measures its round-trip times.
+
+Prometheus metrics of the network, and of the nodes that serve a model.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
-from nesa_node.core.errors import BootstrapError, PeerUnreachableError
-from nesa_node.core.ids import PeerId
+from nesa_node.compression.codecs import codec_names
+from nesa_node.core import metric_names as names
+from nesa_node.core.errors import BootstrapError, PeerUnreachableError, SwarmError
+from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.metrics import MetricSample, count_by_label
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.swarm.dht.member import RPC_TIMEOUT_S, DhtStore, MemberNode
 from nesa_node.swarm.dht.rejoin import DhtRejoiner
@@ -24,15 +33,20 @@ from nesa_node.swarm.dht.storage import BoundedStorage
 from nesa_node.swarm.dht.validator import RecordValidator
 from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
 from nesa_node.swarm.notice_store import NoticeStore
+from nesa_node.swarm.p2p.dial_addresses import resolve_peer_ids
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, PeerID
 from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.link_measurements import (
+    PING_PROTOCOL,
+    LinkSpeeds,
+    RttTable,
+    answer_pings,
+    choose_ping_target,
+)
 from nesa_node.swarm.p2p.membership import Membership
-from nesa_node.swarm.p2p.peer_lookup import resolve_peer_ids
-from nesa_node.swarm.p2p.rtt import PING_PROTOCOL, RttTable, answer_pings
 from nesa_node.swarm.p2p.tasks import gather_until_first_answer
 from nesa_node.swarm.p2p.transport import Transport, open_transport, parse_initial_peers
-from nesa_node.swarm.protocol.link_speed import LinkSpeeds
-from nesa_node.swarm.protocol.message_budget import MessageBudget
+from nesa_node.swarm.protocol.stream import MessageBudget
 from nesa_node.swarm.reputation import FailureReporter
 
 log = get_logger(__name__)
@@ -69,7 +83,7 @@ async def open_swarm(
 ) -> AsyncIterator[Swarm]:
     """Join the network and the DHT; leave both at the end, with no task, process or file left.
 
-    An initial peer without a peer id (`host:port`) is asked for it (`peer_lookup.py`). With
+    An initial peer without a peer id (`host:port`) is asked for it (`dial_addresses.py`). With
     `listen=False` the node is a client, which accepts no connections. `swarm_key` restricts the
     swarm to nodes that know it (`membership.py`). The caller withdraws its record before it stops
     serving; it is not withdrawn here.
@@ -163,3 +177,91 @@ async def _ping_member(node: MemberNode, member: PeerID) -> None:
     """Ping a member. Raises `PeerUnreachableError`."""
     if await node.protocol.call_ping(member) is None:
         raise PeerUnreachableError(f"{member} is no member of this DHT")
+
+
+PING_INTERVAL_S = 6.0
+"""A ping costs 1 kB of traffic, with all protocol overhead."""
+PING_REFRESH_S = 90.0
+FETCH_INTERVAL_S = 60.0
+MAX_FETCH_INTERVAL_S = 600.0
+"""Fetching the records of a hundred nodes takes more than 100 kB. Pauses may be long, since a node
+that joins later pings first and publishes what it measured."""
+
+
+async def probe_rtts(
+    swarm: Swarm,
+    model_id: ModelId,
+    num_blocks: int,
+    rng: random.Random,
+    *,
+    ping_interval_s: float = PING_INTERVAL_S,
+    refresh_s: float = PING_REFRESH_S,
+    fetch_interval_s: float = FETCH_INTERVAL_S,
+) -> None:
+    """Ping the nodes of a model in turn until cancelled, and record round trips in `swarm.rtts`.
+
+    Records are fetched at the start, since those read before the model was loaded may have expired,
+    then after `fetch_interval_s`, and then after pauses that triple up to `MAX_FETCH_INTERVAL_S`. A
+    node that has been seen is pinged until it does not answer, even when its record has expired
+    here.
+    """
+    fetch_at_s = time.monotonic()
+    addresses: dict[PeerId, Sequence[str]] = {}
+    while True:
+        await asyncio.sleep(ping_interval_s * rng.uniform(0.8, 1.2))
+        try:
+            if time.monotonic() >= fetch_at_s:
+                fetch_at_s = time.monotonic() + fetch_interval_s
+                fetch_interval_s = min(
+                    3.0 * fetch_interval_s, max(MAX_FETCH_INTERVAL_S, fetch_interval_s)
+                )
+                await swarm.directory.fetch_one(model_id)
+            addresses = {peer: known for peer, known in addresses.items() if _has_rtt(swarm, peer)}
+            addresses |= swarm.directory.addresses(model_id, num_blocks)
+            addresses.pop(swarm.identity.peer_id, None)
+            peer = choose_ping_target(swarm.rtts, sorted(addresses), rng, refresh_s=refresh_s)
+            if peer is not None:
+                await swarm.rtts.ping_all(swarm.transport, {peer: addresses[peer]})
+        except (SwarmError, OSError) as error:
+            log.info("ping_failed", reason=str(error))
+        except Exception:  # a bug must end neither the node nor its pings
+            log.exception("ping_failed")
+
+
+def _has_rtt(swarm: Swarm, peer: PeerId) -> bool:
+    """Whether `peer` answered its last ping."""
+    return not math.isnan(swarm.rtts.rtt_ms(peer))
+
+
+DROP_REASONS = (
+    "expired", "expiry", "foreign", "full", "future", "key", "malformed", "num_blocks", "oversized",
+    "signature", "stale", "subkey", "too_soon", "unwanted", "version",
+)  # fmt: skip
+"""Reasons for which records and notices are dropped."""
+MAX_REPORTED_BLOCKS = 1024
+"""Blocks of a model with a sample each: untrusted records could announce a million blocks."""
+STATES = ("joining", "serving", "draining")
+
+
+def swarm_samples(swarm: Swarm) -> Iterator[MetricSample]:
+    """Samples of this process, independent of any model."""
+    for direction, counts in (
+        ("sent", swarm.link_speeds.sent_bytes),
+        ("received", swarm.link_speeds.received_bytes),
+    ):
+        for codec in ("none", *codec_names()):
+            yield MetricSample(names.WIRE_BYTES, (codec, direction), counts[codec])
+    yield MetricSample(names.HOP_RTT, (), swarm.rtts.round_trips_s)
+    yield MetricSample(names.UNANSWERED_PINGS, (), swarm.rtts.num_unanswered)
+    yield from count_by_label(names.REFUSED_RECORDS, swarm.directory.dropped, DROP_REASONS)
+
+
+def model_samples(
+    directory: Directory, model_id: ModelId, num_blocks: int | None = None
+) -> Iterator[MetricSample]:
+    """Samples of a model's nodes, from remembered records without network access."""
+    holders, states = directory.count_holders_and_states(model_id, num_blocks)
+    for state in STATES:
+        yield MetricSample(names.KNOWN_NODES, (model_id, state), states[state])
+    for block, count in enumerate(holders[:MAX_REPORTED_BLOCKS]):
+        yield MetricSample(names.BLOCK_REPLICAS, (model_id, str(block)), count)

@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 import torch
 
-from nesa_node.api.generation.detokenizer import REPLACEMENT
 from nesa_node.api.generation.grammar import json_schema_grammar
 from nesa_node.api.generation.job import Job, SamplingParams
+from nesa_node.api.generation.tokenization import REPLACEMENT
 from nesa_node.api.models.served_model import ServedModel
 from nesa_node.core.ids import ModelId
 from nesa_node.core.settings.models import default_cache_dir

@@ -22,14 +22,14 @@ from nesa_node.api.endpoints.embeddings import EmbeddingRequest
 from nesa_node.api.endpoints.tokenization import DetokenizeRequest
 from nesa_node.api.gateway import UsageCounter
 from nesa_node.api.generation.job import CandidateToken, Delta, PrefillDone, SequenceToken
+from nesa_node.api.generation.tokenization import MAX_THREADS_PER_KEY
 from nesa_node.api.models.jobs import JobEvent
 from nesa_node.api.responses.http_responses import MAX_CHUNK_BYTES, ComputedJsonResponse
 from nesa_node.api.responses.in_flight import GracefulShutdown
 from nesa_node.api.schemas import request_body as reading
 from nesa_node.api.schemas.chat_request import ChatCompletionRequest
-from nesa_node.api.schemas.completion_request import CompletionRequest
+from nesa_node.api.schemas.generation_request import CompletionRequest
 from nesa_node.api.schemas.responses_request import ResponsesRequest
-from nesa_node.api.schemas.tokenization import MAX_THREADS_PER_KEY
 from nesa_node.web.key_store import KeyLimits, KeyStore
 from tests.api.scripted import NAME, chat_body, serving, until
 

@@ -433,7 +433,7 @@ async def test_a_panic_of_a_library_is_told_and_logged_once(
         def error(self, event: str, **_: Any) -> None:
             logged.append(event)
 
-    monkeypatch.setattr("nesa_node.api.responses.errors.log", Log())
+    monkeypatch.setattr("nesa_node.api.responses.http_responses.log", Log())
 
     async def fails(_job: Job) -> AsyncIterator[GenerationEvent]:
         yield PrefillDone()

@@ -42,7 +42,7 @@ from nesa_node.core.known_swarms import KnownSwarmStore
 from nesa_node.core.settings.models import ClientConfig, default_known_swarms_dir
 from nesa_node.core.span import Span, split_evenly
 from nesa_node.swarm.dht.records import NodeRecord
-from nesa_node.topology.links.packed import MeasuredLink, pack_links, peer_digest
+from nesa_node.topology.links.matrix import MeasuredLink, pack_links, peer_digest
 
 NOW = 1_800_000_000.0
 

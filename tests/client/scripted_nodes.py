@@ -29,8 +29,7 @@ from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.dht.notices import FailureKind
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.protocol.link_speed import LinkSpeed
-from nesa_node.swarm.protocol.message_budget import MessageBudget
+from nesa_node.swarm.p2p.link_measurements import LinkSpeed
 from nesa_node.swarm.protocol.messages import (
     Close,
     Closed,
@@ -47,7 +46,7 @@ from nesa_node.swarm.protocol.messages import (
     RolledBack,
     Step,
 )
-from nesa_node.swarm.protocol.stream import Stream
+from nesa_node.swarm.protocol.stream import MessageBudget, Stream
 from tests.swarm.pipes import pipe_pair
 
 HIDDEN = 4

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nesa_node.client.model.cache import SessionCache
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.generation import SessionCache
 from nesa_node.client.model.layers import selected_indices
 from nesa_node.client.model.local import LocalConnection
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError

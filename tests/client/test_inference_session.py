@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nesa_node.client.model.cache import SessionCache
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.generation import SessionCache
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from nesa_node.core.span import Span
 from tests.client.local_models import left_padded, local_model, random_ids

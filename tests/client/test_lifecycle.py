@@ -18,8 +18,13 @@ import torch
 
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM, build_model
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.session.base import BlockSession, RowSlice, SwarmConnection, Want
-from nesa_node.client.session.prefix import SessionPrefix
+from nesa_node.client.session.base import (
+    BlockSession,
+    RowSlice,
+    SessionPrefix,
+    SwarmConnection,
+    Want,
+)
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.span import Span
 from nesa_node.engine.weights.hub import open_checkpoint

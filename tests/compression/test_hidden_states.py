@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from nesa_node.compression import tensors
-from nesa_node.compression.hidden_states import HiddenStates
-from nesa_node.compression.tensors import MAX_SMALL_BYTES, TensorMeta
+from nesa_node.compression.tensors import MAX_SMALL_BYTES, HiddenStates, TensorMeta
 from nesa_node.core.errors import ProtocolError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

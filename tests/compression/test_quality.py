@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nesa_node.compression.quality import (
+from nesa_node.compression.codecs import (
     FLOORS,
     allows_codec,
     candidate_codecs,

@@ -49,7 +49,7 @@ print(result.shape[1])
 """
 ERRORS = """
 from nesa_node.core.errors import ConfigError
-from nesa_node.compression.blockwise8 import _bitsandbytes_operators
+from nesa_node.compression.eight_bit_codecs import _bitsandbytes_operators
 from nesa_node.topology.shape.gudhi_backend import load_gudhi
 
 for use in (_bitsandbytes_operators, load_gudhi):

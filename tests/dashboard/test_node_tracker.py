@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from nesa_node.core.ids import PeerId
-from nesa_node.dashboard.events import MAX_EVENTS_PER_KIND, DashboardEvent, EventLog
-from nesa_node.dashboard.node_tracker import FAILURE_VALID_S, MAX_TRACKED_NODES, NodeTracker
+from nesa_node.dashboard.node_tracker import (
+    FAILURE_VALID_S,
+    MAX_EVENTS_PER_KIND,
+    MAX_TRACKED_NODES,
+    DashboardEvent,
+    EventLog,
+    NodeTracker,
+)
 from tests.dashboard.records import TTL_S, record
 
 A, B = PeerId("peer-a"), PeerId("peer-b")

@@ -15,9 +15,8 @@ import pytest
 from nesa_node.core.errors import SwarmError
 from nesa_node.dashboard import observer as module
 from nesa_node.dashboard.feed import StateFeed
-from nesa_node.dashboard.observer import SwarmObserver
+from nesa_node.dashboard.observer import ModelTopologies, SwarmObserver
 from nesa_node.dashboard.state import DashboardState
-from nesa_node.dashboard.topologies import ModelTopologies
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.topology.snapshot import Snapshot
 from tests.dashboard.records import BLOCKS, MODEL, record

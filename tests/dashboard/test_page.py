@@ -18,7 +18,7 @@ from nesa_node.core.ids import ModelId
 from nesa_node.core.settings.http_address import HttpAddress
 from nesa_node.core.settings.models import NodeConfig, OrchestratorConfig
 from nesa_node.dashboard.app import Dashboard, make_app
-from nesa_node.dashboard.topologies import ModelTopologies
+from nesa_node.dashboard.observer import ModelTopologies
 from nesa_node.web.server import serve_app
 
 ANY_PORT = HttpAddress("127.0.0.1", 0)

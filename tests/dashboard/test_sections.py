@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nesa_node.dashboard import sections as module
-from nesa_node.dashboard.sections import VersionedSections
+from nesa_node.dashboard import feed as module
+from nesa_node.dashboard.feed import VersionedSections
 
 ENTRIES = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 3))
 CHANGES = st.lists(st.tuples(st.sampled_from(["one", "two"]), ENTRIES), max_size=12)

@@ -13,19 +13,20 @@ from nesa_node.client.model.activity import SessionActivity, SessionFailover
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.core.wait_tracking import WaitStatus
-from nesa_node.dashboard.links import LinksSummary, summarize_links
 from nesa_node.dashboard.state import (
     CHART_INTERVAL_S,
     ENDED_RETENTION_S,
     MAX_CHARTED_MODELS,
     MAX_SHOWN_SESSIONS,
     DashboardState,
+    LinksSummary,
+    summarize_links,
 )
 from nesa_node.dashboard.views import MAX_SHOWN_LOST_NODES, MAX_SHOWN_NODES
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.dht.notices import PlacementNotice
 from nesa_node.swarm.dht.records import NodeRecord
-from nesa_node.topology.links.packed import MeasuredLink, pack_links, peer_digest
+from nesa_node.topology.links.matrix import MeasuredLink, pack_links, peer_digest
 from tests.dashboard.records import BLOCKS, MODEL, TTL_S, record
 
 START = 1000.0

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from nesa_node.core.ids import ModelId
-from nesa_node.dashboard.topologies import MAX_WATCHED_MODELS, ModelTopologies
+from nesa_node.dashboard.observer import MAX_WATCHED_MODELS, ModelTopologies
 from nesa_node.topology.snapshot import Snapshot
 from tests.dashboard.records import BLOCKS, record
 

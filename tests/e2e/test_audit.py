@@ -13,12 +13,12 @@ import pytest
 
 from nesa_node.client.routing.audit import measure_speed
 from nesa_node.client.routing.request import RouteRequest
-from nesa_node.client.session import slowdown as watch
+from nesa_node.client.session import telemetry as watch
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.engine.cache.paged_attention import RowChunk
 from nesa_node.engine.model.blocks import ModelBlocks, TokenSlice
-from nesa_node.engine.model.throughput import SpanThroughput, measure_throughput
+from nesa_node.engine.model.devices import SpanThroughput, measure_throughput
 from nesa_node.routing.reputation import SpeedClaims
 from nesa_node.server.node import served_span
 from nesa_node.server.node import served_span as speed

@@ -8,7 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from nesa_node.engine.kernels.huge_pages import get_mapping_address
+from nesa_node.engine.kernels.machine_code import get_mapping_address
 
 PAGE = mmap.PAGESIZE
 

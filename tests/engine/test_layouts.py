@@ -12,8 +12,7 @@ from torch import nn
 
 from nesa_node.core.errors import CorruptCheckpointError
 from nesa_node.core.span import Span
-from nesa_node.engine.model.embedder_and_head import Head
-from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
+from nesa_node.engine.model.loading import Head, load_blocks, load_embedder_and_head
 from tests.engine.chained import Chain, Run, distance, open_local
 from tests.engine.layouts import Tensors, rewritten, set_config
 from tests.engine.tiny_models import prompt_ids, reference, save_tiny_model

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nesa_node.engine.kernels.matmul import TILE_TOKENS, AmxMatmul
+from nesa_node.engine.kernels.linear import TILE_TOKENS, AmxMatmul
 
 
 def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -19,9 +19,9 @@ from nesa_node.evaluation.cells import (
     check_wire,
     make_cells,
 )
-from nesa_node.evaluation.multiple_choice import Accuracy, ChoiceResult
-from nesa_node.evaluation.perplexity import Perplexity, measure_perplexity
 from nesa_node.evaluation.results import CellResult, EvaluationSample, compare_rows, measure_cells
+from nesa_node.evaluation.scoring import Perplexity, measure_perplexity
+from nesa_node.evaluation.tasks import Accuracy, ChoiceResult
 from tests.evaluation.models import load_tokenizer, local_model, random_text, reference
 
 NARROW = "int4:32:16"

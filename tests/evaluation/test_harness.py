@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
-from nesa_node.evaluation.multiple_choice import generate_items, measure_choices
+from nesa_node.evaluation.tasks import generate_items, measure_choices
 from tests.evaluation.models import load_tokenizer, local_model, random_text, reference
 
 TASK = """

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from nesa_node.evaluation.paired_tests import mcnemar, mean_and_error, paired_t, student_t
+from nesa_node.evaluation.scoring import mcnemar, mean_and_error, paired_t, student_t
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from nesa_node.core.errors import ConfigError, ContextLengthError
-from nesa_node.evaluation.perplexity import (
+from nesa_node.evaluation.scoring import (
     BLOCK_TOKENS,
     Perplexity,
+    ScoringQuery,
     measure_perplexity,
+    score_queries,
     window_queries,
 )
-from nesa_node.evaluation.scoring import ScoringQuery, score_queries
 from tests.cli.tiny import VOCABULARY
 from tests.evaluation.models import local_model, reference
 

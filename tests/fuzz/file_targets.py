@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 
 from nesa_node.engine.weights.checkpoint import list_weight_files
-from nesa_node.engine.weights.families import get_family
-from nesa_node.engine.weights.model_config import read_config, read_raw_config
-from nesa_node.engine.weights.safetensors_file import read_header
-from nesa_node.engine.weights.side_files import INDEX_FILE
+from nesa_node.engine.weights.families import get_family, read_config, read_raw_config
+from nesa_node.engine.weights.files import INDEX_FILE, read_header
 from nesa_node.topology.simulation.swarm_file import parse_swarm_file
 from nesa_node.topology.snapshot_json import snapshot_from_json
 from tests.fuzz.mutation import JSON

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from nesa_node.api.endpoints.embeddings import EmbeddingRequest
 from nesa_node.api.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
 from nesa_node.api.schemas.chat_request import ChatCompletionRequest
-from nesa_node.api.schemas.completion_request import CompletionRequest
+from nesa_node.api.schemas.generation_request import CompletionRequest
 from nesa_node.api.schemas.request_body import RequestBody
 from nesa_node.api.schemas.request_body import parse_body as parse_body
 from nesa_node.api.schemas.responses_request import ResponsesRequest

@@ -24,13 +24,15 @@ from huggingface_hub import HfApi
 
 from nesa_node.client.model.auto import load_generation_config
 from nesa_node.engine.weights.checkpoint import Checkpoint, list_weight_files
+from nesa_node.engine.weights.families import read_config
+from nesa_node.engine.weights.files import Progress, check_side_files
 from nesa_node.engine.weights.hub import HubFile, HubRepository, _find_repository
-from nesa_node.engine.weights.model_config import read_config
-from nesa_node.engine.weights.progress import Progress
-from nesa_node.engine.weights.side_files import check_side_files
-from nesa_node.engine.weights.tokenizer import load_discovered_tokenizer, load_tokenizer
-from nesa_node.engine.weights.tokenizer_rules import sanitize_tokenizer
-from nesa_node.swarm.p2p import peer_lookup
+from nesa_node.engine.weights.tokenizer import (
+    load_discovered_tokenizer,
+    load_tokenizer,
+    sanitize_tokenizer,
+)
+from nesa_node.swarm.p2p import dial_addresses as peer_lookup
 from tests.api.tokenizers import byte_level_tokenizer
 from tests.fuzz.file_targets import CONFIG, header_seeds, in_memory_folder
 from tests.fuzz.mutation import JSON
@@ -202,7 +204,7 @@ def _trust(*_: object) -> bool:
 
 @contextmanager
 def _certificates() -> Iterator[Parse]:
-    with mock.patch("nesa_node.swarm.p2p.peer_lookup.verify_signature", new=_trust):
+    with mock.patch("nesa_node.swarm.p2p.dial_addresses.verify_signature", new=_trust):
         yield peer_lookup._peer_of_certificate
 
 

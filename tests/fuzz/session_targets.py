@@ -9,8 +9,13 @@ import msgspec
 import torch
 
 from nesa_node.compression import tensors
-from nesa_node.compression.codecs import FAMILIES, expand_codec, parse_codec
-from nesa_node.compression.quality import allows_codec, codec_name
+from nesa_node.compression.codecs import (
+    FAMILIES,
+    allows_codec,
+    codec_name,
+    expand_codec,
+    parse_codec,
+)
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError, NesaError
 from nesa_node.core.ids import PeerId
@@ -32,7 +37,7 @@ from nesa_node.swarm.protocol.messages import (
     tensor_of,
 )
 from nesa_node.swarm.protocol.stream import Stream
-from nesa_node.topology.links.packed import MeasuredLink, pack_links, unpack_links
+from nesa_node.topology.links.matrix import MeasuredLink, pack_links, unpack_links
 from tests.fuzz.mutation import MSGPACK
 from tests.fuzz.swarm_targets import PEER, fed_pipe
 from tests.fuzz.target import Parse, Target

@@ -23,7 +23,7 @@ from nesa_node.engine.weights.checkpoint import compute_model_id
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.swarm.dht.records import NodeStatus
 from nesa_node.swarm.reputation import ReputationView
-from nesa_node.topology.links.packed import MeasuredLink, pack_links, peer_digest
+from nesa_node.topology.links.matrix import MeasuredLink, pack_links, peer_digest
 from tests.client.local_models import left_padded
 from tests.engine.tiny_models import BLOCKS, HIDDEN, reference, save_tiny_model
 from tests.hostile.fake_node import AS_FIRST, AS_LAST, Behaviour, FakeNode, fake_node

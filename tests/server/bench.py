@@ -26,8 +26,7 @@ from nesa_node.server.scheduler.scheduler import Scheduler, open_scheduler
 from nesa_node.server.session import session_server
 from nesa_node.server.session.admission import Admission, AdmissionLimits
 from nesa_node.server.session.session_server import SessionServer
-from nesa_node.swarm.protocol.link_speed import LinkSpeeds
-from nesa_node.swarm.protocol.message_budget import MessageBudget
+from nesa_node.swarm.p2p.link_measurements import LinkSpeeds
 from nesa_node.swarm.protocol.messages import (
     VERSION,
     AnyMessage,
@@ -50,6 +49,7 @@ from nesa_node.swarm.protocol.messages import (
     Step,
     Want,
 )
+from nesa_node.swarm.protocol.stream import MessageBudget
 
 MODEL = ModelId("tiny@0")
 NODE = PeerId("node")

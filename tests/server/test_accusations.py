@@ -13,13 +13,13 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from nesa_node.compression.hidden_states import HiddenStates
-from nesa_node.compression.quality import codec_names
+from nesa_node.compression.codecs import codec_names
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.span import Span
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, TokenSlice
 from nesa_node.server.session import session_server
+from nesa_node.swarm.p2p.link_measurements import LinkSpeed
 from nesa_node.swarm.protocol.link_encoder import LinkEncoder as Codecs
-from nesa_node.swarm.protocol.link_speed import LinkSpeed
 from nesa_node.swarm.protocol.messages import (
     VERSION,
     AnyMessage,

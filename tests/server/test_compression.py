@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nesa_node.compression.quality import codec_names
+from nesa_node.compression.codecs import codec_names
 from nesa_node.core.ids import PeerId
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.swarm.protocol.link_encoder import PROBE_BYTES, extend_via

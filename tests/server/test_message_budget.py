@@ -7,8 +7,7 @@ import pytest
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.ids import PeerId
 from nesa_node.engine.model.blocks import ModelBlocks
-from nesa_node.swarm.protocol import message_budget
-from nesa_node.swarm.protocol.message_budget import MessageBudget
+from nesa_node.swarm.protocol import stream as message_budget
 from nesa_node.swarm.protocol.messages import (
     VERSION,
     ErrorMessage,
@@ -27,6 +26,7 @@ from nesa_node.swarm.protocol.messages import (
     Sync,
     TransferOpen,
 )
+from nesa_node.swarm.protocol.stream import MessageBudget
 from tests.server.bench import Node, Peer, open_node
 from tests.turns import turns_of_the_loop
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nesa_node.compression import tensors
-from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import PAGE_TOKENS, PagePool, PageTable
 from nesa_node.engine.weights.families import CacheHeads

@@ -17,7 +17,7 @@ from nesa_node.routing.reputation import (
     REPORTABLE_RATIO,
     SpeedClaims,
 )
-from nesa_node.server.orchestrator.follower import ClampedSpeeds
+from nesa_node.server.orchestrator.launch import ClampedSpeeds
 from nesa_node.swarm import reputation as reporter_module
 from nesa_node.swarm.dht.notices import MAX_REPORTED_PEERS, FailureReport, ReportedFailure
 from nesa_node.swarm.dht.records import RecordTable

@@ -18,8 +18,8 @@ from nesa_node.swarm.dht import validator as validator_module
 from nesa_node.swarm.dht.rpc import DhtRpc, _drop_mismatched_neighbours, node_id_of
 from nesa_node.swarm.p2p.control import MAX_UNARY_MESSAGE_BYTES, UnaryCalls
 from nesa_node.swarm.p2p.hivemind_imports import dht_pb2
+from nesa_node.swarm.p2p.link_measurements import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.p2p.pipe import Pipe
-from nesa_node.swarm.p2p.rtt import PING_PROTOCOL, answer_pings
 from nesa_node.swarm.p2p.tasks import TaskSet
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.pipes import pipe_pair

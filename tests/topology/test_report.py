@@ -11,8 +11,7 @@ import pytest
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.topology.changes.triggers import Trigger
-from nesa_node.topology.history import HistoryEntry, trigger_readings
+from nesa_node.topology.changes.triggers import HistoryEntry, Trigger, trigger_readings
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.report import MAX_LINKS, connection_heights, topology_report
 from nesa_node.topology.simulation.world import make_world

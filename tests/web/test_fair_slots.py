@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nesa_node.web.fair_slots import FairSlots
 from nesa_node.web.problem import HttpProblem
+from nesa_node.web.rate_limits import FairSlots
 
 
 def refused(shares: FairSlots, caller: str, count: int = 1) -> int:

@@ -19,7 +19,7 @@ from nesa_node.core.errors import ConfigError
 from nesa_node.core.settings.http_address import HttpAddress
 from nesa_node.core.settings.models import AccessConfig
 from nesa_node.core.wait_tracking import WaitTracker
-from nesa_node.web import key_file
+from nesa_node.web import key_store as key_file
 from nesa_node.web import key_store as keys
 from nesa_node.web.authenticator import Authenticator
 from nesa_node.web.key_store import KeyLimits, KeyStore

@@ -25,6 +25,7 @@ from nesa_node.api.gateway import (
     system_fingerprint,
 )
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
+from nesa_node.api.generation.tokenization import offload_if_large
 from nesa_node.api.models.jobs import RunJobs, check_prompt, run_jobs
 from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
 from nesa_node.api.responses import token_logprobs as chances
@@ -32,19 +33,16 @@ from nesa_node.api.responses.http_responses import DONE_EVENT, new_id, sse_event
 from nesa_node.api.responses.token_logprobs import reserve_logprobs
 from nesa_node.api.schemas.chat_request import ChatCompletionRequest, Tool, ToolChoice
 from nesa_node.api.schemas.chat_template import chat_prompt, find_template
-from nesa_node.api.schemas.request_body import body_dependency
-from nesa_node.api.schemas.response_format import (
+from nesa_node.api.schemas.generation_request import (
     GrammarCheck,
     check_grammar,
     checked_grammar,
-    requested_schema,
-)
-from nesa_node.api.schemas.sampling import (
     default_tokens_per_choice,
     merge_aliases,
+    requested_schema,
     resolve_max_tokens,
 )
-from nesa_node.api.schemas.tokenization import offload_if_large
+from nesa_node.api.schemas.request_body import body_dependency
 from nesa_node.api.schemas.tool_calls import ToolCallParser, detect_call_format, forced_call_grammar
 from nesa_node.web.authenticator import current_caller
 from nesa_node.web.problem import HttpProblem

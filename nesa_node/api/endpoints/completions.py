@@ -23,15 +23,18 @@ from nesa_node.api.gateway import (
     system_fingerprint,
 )
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
+from nesa_node.api.generation.tokenization import decode_all, offload_if_large
 from nesa_node.api.models.jobs import JobEvent, RunJobs, run_jobs, tokenize_prompts
 from nesa_node.api.openapi import Completion, describe
 from nesa_node.api.responses.http_responses import DONE_EVENT, new_id, sse_event
 from nesa_node.api.responses.token_logprobs import CompletionLogprobsEncoder, reserve_logprobs
-from nesa_node.api.schemas.completion_request import CompletionRequest
+from nesa_node.api.schemas.generation_request import (
+    CompletionRequest,
+    checked_grammar,
+    requested_schema,
+    resolve_max_tokens,
+)
 from nesa_node.api.schemas.request_body import body_dependency
-from nesa_node.api.schemas.response_format import checked_grammar, requested_schema
-from nesa_node.api.schemas.sampling import resolve_max_tokens
-from nesa_node.api.schemas.tokenization import decode_all, offload_if_large
 from nesa_node.web.authenticator import current_caller
 
 if TYPE_CHECKING:

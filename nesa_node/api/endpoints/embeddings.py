@@ -18,7 +18,7 @@ from nesa_node.api.models.cancellation import cancel_when
 from nesa_node.api.models.jobs import tokenize_prompts
 from nesa_node.api.openapi import EmbeddingList, describe
 from nesa_node.api.responses.in_flight import reserve_memory
-from nesa_node.api.schemas.completion_request import Tokens, as_list
+from nesa_node.api.schemas.generation_request import Tokens, as_list
 from nesa_node.api.schemas.request_body import (
     Label,
     ModelName,

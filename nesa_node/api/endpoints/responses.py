@@ -22,10 +22,9 @@ from nesa_node.api.responses import token_logprobs as chances
 from nesa_node.api.responses.http_responses import named_sse_event, new_id
 from nesa_node.api.responses.token_logprobs import reserve_logprobs
 from nesa_node.api.schemas.chat_template import chat_prompt
+from nesa_node.api.schemas.generation_request import checked_grammar, resolve_max_tokens
 from nesa_node.api.schemas.request_body import body_dependency
-from nesa_node.api.schemas.response_format import checked_grammar
 from nesa_node.api.schemas.responses_request import ResponsesRequest
-from nesa_node.api.schemas.sampling import resolve_max_tokens
 from nesa_node.web.authenticator import current_caller
 from nesa_node.web.problem import HttpProblem
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from nesa_node.api.gateway import GatewayOf, UsageOf
+from nesa_node.api.generation.tokenization import decode_all, encode, offload_if_large
 from nesa_node.api.openapi import DetokenizeResponse, TokenizeResponse, describe
 from nesa_node.api.responses.http_responses import json_response
 from nesa_node.api.schemas.chat_request import (
@@ -19,9 +20,8 @@ from nesa_node.api.schemas.chat_request import (
     Tool,
 )
 from nesa_node.api.schemas.chat_template import chat_prompt
-from nesa_node.api.schemas.completion_request import MAX_PROMPT_TOKENS
+from nesa_node.api.schemas.generation_request import MAX_PROMPT_TOKENS
 from nesa_node.api.schemas.request_body import Name, RequestBody, Text, TokenId, body_dependency
-from nesa_node.api.schemas.tokenization import decode_all, encode, offload_if_large
 from nesa_node.web.problem import HttpProblem
 
 router = APIRouter()

@@ -19,13 +19,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from nesa_node.api.generation.detokenizer import (
-    REPLACEMENT,
-    DetokenizerRules,
-    IncrementalDetokenizer,
-    StopTextFilter,
-    TokenBytes,
-)
 from nesa_node.api.generation.grammar import GrammarCompiler, GrammarMatcher
 from nesa_node.api.generation.job import (
     Delta,
@@ -36,6 +29,13 @@ from nesa_node.api.generation.job import (
     SequenceToken,
 )
 from nesa_node.api.generation.sampler import Sampler, SharedLogitsState, tokens_with_logprobs
+from nesa_node.api.generation.tokenization import (
+    REPLACEMENT,
+    DetokenizerRules,
+    IncrementalDetokenizer,
+    StopTextFilter,
+    TokenBytes,
+)
 from nesa_node.client.model.activity import RunningSession
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.inference_session import InferenceSession

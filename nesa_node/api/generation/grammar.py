@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from nesa_node.api.generation.bounded_json import dump_bounded_json
 from nesa_node.api.processes.grammar_program import parser_limits
 from nesa_node.web.authenticator import current_caller
-from nesa_node.web.fair_slots import FairSlots
+from nesa_node.web.rate_limits import FairSlots
 
 MAX_SCHEMA_BYTES = 64 * 1024
 """Limit on a request's JSON schema."""

@@ -27,7 +27,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.models import ClientConfig, GatewayConfig, secret_text
 from nesa_node.core.span import Span
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id, open_folder
-from nesa_node.engine.weights.side_files import convert_parse_errors
+from nesa_node.engine.weights.files import convert_parse_errors
 from nesa_node.swarm.dht.records import NodeRecord, majority_num_blocks
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.identity import Identity

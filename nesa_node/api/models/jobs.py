@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nesa_node.api.generation.job import GenerationEvent, Job
+from nesa_node.api.generation.tokenization import encode_blocking, offload_if_large
 from nesa_node.api.models.cancellation import cancel_when
-from nesa_node.api.schemas.tokenization import encode_blocking, offload_if_large
 from nesa_node.web.problem import HttpProblem
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nesa_node.api.models.discovery import AnnouncedModel, ModelDirectory, watch_missing_blocks
-from nesa_node.api.schemas.sampling import describe_sampling
+from nesa_node.api.schemas.generation_request import describe_sampling
 from nesa_node.core.errors import ModelError, NesaError, ResourceError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger

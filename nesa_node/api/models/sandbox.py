@@ -11,10 +11,10 @@ import hashlib
 import json
 from collections import OrderedDict
 
+from nesa_node.api.generation.tokenization import offload_if_large
 from nesa_node.api.processes import grammar_program as grammar_check
 from nesa_node.api.processes import template_program
 from nesa_node.api.processes.child_processes import Ask, ChildProcessPool, ChildProgram
-from nesa_node.api.schemas.tokenization import offload_if_large
 
 MAX_WAITING_CHECKS = 16
 """Limit on the unfinished checks of one caller."""

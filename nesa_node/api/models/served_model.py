@@ -26,7 +26,7 @@ from nesa_node.api.generation.embedding import embed
 from nesa_node.api.generation.job import GenerationEvent, Job, SamplingParams
 from nesa_node.api.models.metrics import GatewayMetrics, RequestMetrics
 from nesa_node.api.processes.fair_threads import FairThreadPool
-from nesa_node.api.schemas.sampling import read_default_sampling
+from nesa_node.api.schemas.generation_request import read_default_sampling
 from nesa_node.client.model.activity import ActivityTracker
 from nesa_node.client.model.auto import open_model
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
@@ -41,7 +41,7 @@ from nesa_node.core.settings.models import ClientConfig
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.web.authenticator import current_caller
-from nesa_node.web.fair_slots import FairSlots
+from nesa_node.web.rate_limits import FairSlots
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from contextvars import ContextVar
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nesa_node.web.authenticator import current_caller
-from nesa_node.web.fair_slots import FairSlots
 from nesa_node.web.problem import HttpProblem
+from nesa_node.web.rate_limits import FairSlots
 
 MAX_RESPONSES_KIB = 1 << 20
 """Memory of all large responses; a key may use a quarter of it while other keys use some."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from nesa_node.api.schemas.generation_request import Metadata, ResponseFormat, SamplingRequest
 from nesa_node.api.schemas.request_body import (
     AcceptedValues,
     ConditionalText,
@@ -19,8 +20,6 @@ from nesa_node.api.schemas.request_body import (
     accept_part_types,
     missing_field_error,
 )
-from nesa_node.api.schemas.response_format import ResponseFormat
-from nesa_node.api.schemas.sampling import Metadata, SamplingRequest
 from nesa_node.web.problem import HttpProblem
 
 MAX_MESSAGES = 4096

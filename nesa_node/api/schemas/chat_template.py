@@ -10,10 +10,10 @@ from typing import Any
 from pydantic_core import from_json
 
 from nesa_node.api.generation.bounded_json import exceeds_json_chars
+from nesa_node.api.generation.tokenization import encode, offload_if_large
 from nesa_node.api.processes.template_program import REFUSAL_ERRORS, describe_refusal
 from nesa_node.api.schemas.chat_request import ChatMessage, Tool
 from nesa_node.api.schemas.request_body import find_json_excess
-from nesa_node.api.schemas.tokenization import encode, offload_if_large
 from nesa_node.web.problem import HttpProblem
 
 _CHARS_PER_MESSAGE = 64

@@ -35,7 +35,7 @@ from pydantic_core import (
 from pydantic_core.core_schema import no_info_plain_validator_function
 from starlette.requests import Request
 
-from nesa_node.api.schemas.tokenization import offload_if_large
+from nesa_node.api.generation.tokenization import offload_if_large
 from nesa_node.web.problem import HttpProblem
 
 UNSUPPORTED_CODE = "unsupported_parameter"

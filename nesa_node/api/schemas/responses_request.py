@@ -15,6 +15,13 @@ from nesa_node.api.schemas.chat_request import (
     ChatMessage,
     LimitedPieces,
 )
+from nesa_node.api.schemas.generation_request import (
+    ANY_OBJECT,
+    JsonObject,
+    Metadata,
+    OnlyWithStream,
+    PlainText,
+)
 from nesa_node.api.schemas.request_body import (
     AcceptedValues,
     ConditionalText,
@@ -30,8 +37,6 @@ from nesa_node.api.schemas.request_body import (
     accept_part_types,
     missing_field_error,
 )
-from nesa_node.api.schemas.response_format import ANY_OBJECT, JsonObject, PlainText
-from nesa_node.api.schemas.sampling import Metadata, OnlyWithStream
 from nesa_node.web.problem import HttpProblem
 
 LOGPROBS_INCLUDE = "message.output_text.logprobs"

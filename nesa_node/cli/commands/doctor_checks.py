@@ -195,8 +195,8 @@ def check_peers(config: ClientConfig) -> Iterator[Finding]:
 
 
 async def _dial_all(addresses: tuple[str, ...]) -> list[Finding]:
+    from nesa_node.swarm.p2p.dial_addresses import resolve_peer_ids
     from nesa_node.swarm.p2p.identity import Identity
-    from nesa_node.swarm.p2p.peer_lookup import resolve_peer_ids
     from nesa_node.swarm.p2p.transport import open_transport
 
     findings = []

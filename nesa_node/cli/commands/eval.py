@@ -285,7 +285,7 @@ def _make_local_opener(
 
 def _make_live_opener(config: ClientConfig) -> OpenModel:
     from nesa_node.cli.client_model import open_client_model
-    from nesa_node.compression.quality import EXACT
+    from nesa_node.compression.codecs import EXACT
 
     @contextmanager
     def open_model(cell: Cell) -> Iterator[DistributedModelForCausalLM]:

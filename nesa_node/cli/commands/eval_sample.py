@@ -11,17 +11,17 @@ from transformers import PreTrainedTokenizerBase
 from nesa_node.cli.commands.eval import GENERATED_ITEMS
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.settings.user_file import user_path
-from nesa_node.evaluation.multiple_choice import (
+from nesa_node.evaluation.results import EvaluationSample
+from nesa_node.evaluation.scoring import MIN_TOKENS, first_tokens, window_queries
+from nesa_node.evaluation.tasks import (
     MIN_ITEMS,
+    PAPER_TABLE_1_TASKS,
+    HarnessTasks,
     MultipleChoiceItem,
     count_possible_items,
     generate_items,
     read_items,
 )
-from nesa_node.evaluation.perplexity import MIN_TOKENS, window_queries
-from nesa_node.evaluation.results import EvaluationSample
-from nesa_node.evaluation.scoring import first_tokens
-from nesa_node.evaluation.tasks import PAPER_TABLE_1_TASKS, HarnessTasks
 from nesa_node.evaluation.texts import default_text, read_text
 
 

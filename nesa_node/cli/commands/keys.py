@@ -15,8 +15,7 @@ from nesa_node.cli.flags import ACCESS, OUTPUT
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nesa_node.web.key_file import StoredKey
-    from nesa_node.web.key_store import KeyStore
+    from nesa_node.web.key_store import KeyStore, StoredKey
 
 _DAY_S = 86_400
 _MAX_EXPIRY_DAYS = 36_500

@@ -33,13 +33,11 @@ from nesa_node.core.settings.http_address import HttpAddress
 from nesa_node.core.settings.models import GatewayConfig
 from nesa_node.dashboard.app import Dashboard
 from nesa_node.engine.kernels.threads import fix_threads
+from nesa_node.server.node.invitation import check_ready_file, ready_file
 from nesa_node.server.node.metrics import daemon_source
-from nesa_node.server.node.ready_file import check_ready_file, ready_file
 from nesa_node.server.node.shutdown import Shutdown, stop_signals
-from nesa_node.swarm.metrics import model_samples
-from nesa_node.swarm.node import Swarm
-from nesa_node.web.metrics import METRICS_PATH, MetricsPage
-from nesa_node.web.server import serve_authenticated
+from nesa_node.swarm.node import Swarm, model_samples
+from nesa_node.web.server import METRICS_PATH, MetricsPage, serve_authenticated
 
 
 @contextmanager

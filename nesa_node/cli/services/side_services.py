@@ -27,7 +27,7 @@ async def serve_metrics_of(config: MetricsConfig) -> AsyncIterator[MetricRegistr
         return
     # Imported here since it takes a quarter of a second.
     from nesa_node.core.metrics import MetricRegistry
-    from nesa_node.web.metrics import serve_metrics
+    from nesa_node.web.server import serve_metrics
 
     sources = MetricRegistry(__version__)
     async with serve_metrics(sources, HttpAddress.parse(config.metrics)):

@@ -13,7 +13,7 @@ from nesa_node.core.errors import ConfigError
 if TYPE_CHECKING:
     from nesa_node.cli.simulation.replay import ReplayedSnapshot
     from nesa_node.cli.simulation.swarm_source import SimulationOutcome
-    from nesa_node.routing.placement.what_if import SwarmPerformance
+    from nesa_node.routing.placement.plan import SwarmPerformance
 
 _SUFFIXES = (".svg", ".png", ".pdf")
 _MAX_ROWS = 60

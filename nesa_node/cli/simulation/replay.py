@@ -12,9 +12,9 @@ from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.chains import ChainChooser
 from nesa_node.routing.placement.moves import RebalancePlan
+from nesa_node.routing.placement.plan import WhatIfSettings, measure_swarm
 from nesa_node.routing.placement.rebalance import rebalance, require_repeated_gain
 from nesa_node.routing.placement.score import Goal
-from nesa_node.routing.placement.what_if import WhatIfSettings, measure_swarm
 from nesa_node.server.orchestrator.snapshot_store import is_snapshot_store, read_snapshots
 from nesa_node.topology.snapshot import Snapshot
 from nesa_node.topology.snapshot_json import MAX_BYTES, snapshot_from_json

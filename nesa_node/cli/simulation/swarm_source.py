@@ -15,13 +15,13 @@ from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.chains import ChainChooser
 from nesa_node.routing.placement.moves import MoveCosts
-from nesa_node.routing.placement.score import Goal
-from nesa_node.routing.placement.what_if import (
+from nesa_node.routing.placement.plan import (
     WhatIfResult,
     WhatIfSettings,
     assign_empty_nodes,
     study_change,
 )
+from nesa_node.routing.placement.score import Goal
 from nesa_node.routing.strategies import make_strategy
 from nesa_node.topology.geography import CITIES
 from nesa_node.topology.simulation.devices import LLAMA_70B, Block

@@ -15,7 +15,7 @@ from rich.text import Text
 from nesa_node.cli.simulation.swarm_source import SimulationOutcome
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.placement.moves import PlannedMove, RebalancePlan
-from nesa_node.routing.placement.what_if import SwarmPerformance
+from nesa_node.routing.placement.plan import SwarmPerformance
 from nesa_node.topology.snapshot import zero_runs
 
 if TYPE_CHECKING:

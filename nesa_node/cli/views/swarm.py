@@ -17,7 +17,7 @@ from nesa_node.cli.client_model import short_peer_id
 from nesa_node.core.ids import PeerId, model_name_candidates
 from nesa_node.core.span import Span
 from nesa_node.swarm.dht.records import NodeRecord, filter_by_model, majority_num_blocks
-from nesa_node.topology.links.packed import peer_digest
+from nesa_node.topology.links.matrix import peer_digest
 from nesa_node.topology.snapshot import count_holders, zero_runs
 
 MAX_COVERAGE_CHARS = 60

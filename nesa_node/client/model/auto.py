@@ -19,8 +19,7 @@ from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.head import EmbeddingAndHead, HeadBatcher
 from nesa_node.client.model.local import LocalConnection
 from nesa_node.client.routing.request import ConnectionOptions
-from nesa_node.client.session.base import Connect, SwarmConnection
-from nesa_node.client.session.prefix import SALT_BYTES
+from nesa_node.client.session.base import SALT_BYTES, Connect, SwarmConnection
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.settings.choices import Precision, RouteName, StrategyName
 from nesa_node.core.settings.models import (
@@ -37,8 +36,8 @@ from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.devices import choose_device, require_room_for_embedder_and_head
 from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
 from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.files import convert_parse_errors
 from nesa_node.engine.weights.hub import open_checkpoint
-from nesa_node.engine.weights.side_files import convert_parse_errors
 from nesa_node.engine.weights.tokenizer import load_discovered_tokenizer, load_tokenizer
 
 
@@ -86,7 +85,7 @@ class AutoDistributedModelForCausalLM:
 
         `quality` bounds the compression of hidden states on slow links: none ("exact"), at most
         0.5% of perplexity ("high") or 3% ("balanced"), or a codec's name for all links ("lossless",
-        "int8", ...: `compression/quality.py`). `min_precision` is the coarsest quantization of
+        "int8", ...: `compression/codecs.py`). `min_precision` is the coarsest quantization of
         weights that nodes may use: "nf4", "int8" or "full". `strategy` is the rule that chooses
         chains (`routing/strategies.py`).
 

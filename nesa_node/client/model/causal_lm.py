@@ -19,8 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nesa_node.client.model.cache import SessionCache
-from nesa_node.client.model.generation import DistributedGenerationMixin
+from nesa_node.client.model.generation import DistributedGenerationMixin, SessionCache
 from nesa_node.client.model.generation_options import (
     HIDDEN_STATES_NEED_WHOLE_TEXTS,
     refuse_forward_arguments,
@@ -29,14 +28,20 @@ from nesa_node.client.model.head import EmbeddingAndHead
 from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.client.model.layers import (
     HiddenStateSelection,
+    check_mask,
     open_layers,
+    pack,
     run_block_outputs,
     selected_indices,
 )
 from nesa_node.client.model.loop_thread import HeldContext, Interrupt, LoopThread
-from nesa_node.client.model.packing import check_mask, pack
-from nesa_node.client.session.base import Connect, RowSlice, SwarmConnection
-from nesa_node.client.session.prefix import SessionPrefix, derive_scope_salt
+from nesa_node.client.session.base import (
+    Connect,
+    RowSlice,
+    SessionPrefix,
+    SwarmConnection,
+    derive_scope_salt,
+)
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from nesa_node.core.metrics import MetricSample
 from nesa_node.core.span import Span

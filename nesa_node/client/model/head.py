@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nesa_node.client.model.generation_options import argmax_allowed
-from nesa_node.engine.model.embedder_and_head import Embedder
+from nesa_node.engine.model.loading import Embedder
 
 MAX_SHARED_TOKENS = 64
 """Inputs above this many tokens are computed alone: callers with one token would wait for them."""

@@ -15,10 +15,16 @@ import torch
 
 from nesa_node.client.model.generation_options import StopCondition
 from nesa_node.client.model.head import EmbeddingAndHead
+from nesa_node.client.model.layers import pack
 from nesa_node.client.model.loop_thread import HeldContext, Interrupt, LoopChannel, LoopThread
-from nesa_node.client.model.packing import pack
-from nesa_node.client.session.base import BlockSession, Failover, RowSlice, Want
-from nesa_node.client.session.prefix import UNKNOWN_TOKEN, SessionPrefix
+from nesa_node.client.session.base import (
+    UNKNOWN_TOKEN,
+    BlockSession,
+    Failover,
+    RowSlice,
+    SessionPrefix,
+    Want,
+)
 from nesa_node.core.errors import ContextLengthError
 from nesa_node.routing.chains import Hop
 

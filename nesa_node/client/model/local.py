@@ -15,8 +15,13 @@ from contextlib import asynccontextmanager
 
 import torch
 
-from nesa_node.client.session.base import BlockSession, RowSlice, SwarmConnection, Want
-from nesa_node.client.session.prefix import SessionPrefix
+from nesa_node.client.session.base import (
+    BlockSession,
+    RowSlice,
+    SessionPrefix,
+    SwarmConnection,
+    Want,
+)
 from nesa_node.compression.tensors import decode, encode
 from nesa_node.core.errors import CacheFullError, MissingBlocksError
 from nesa_node.core.ids import PeerId

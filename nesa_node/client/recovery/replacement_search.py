@@ -18,7 +18,7 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.p2p.rtt import ping
+from nesa_node.swarm.p2p.link_measurements import ping
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)

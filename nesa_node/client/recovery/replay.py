@@ -14,7 +14,7 @@ from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.session.hop import OPEN_TIMEOUT_S, HopLink
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.client.session.step_pipeline import PipelineStage, StepPipeline
-from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.ids import PeerId
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer, SentStep

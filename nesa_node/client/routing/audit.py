@@ -17,7 +17,7 @@ from nesa_node.core.errors import NesaError
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.chain_request import VISIT_OVERHEAD_S
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.p2p.rtt import ping
+from nesa_node.swarm.p2p.link_measurements import ping
 from nesa_node.swarm.protocol.messages import RowSlice
 from nesa_node.topology.snapshot import NodeState
 

@@ -13,10 +13,8 @@ import numpy as np
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.swarm.node import Swarm
-from nesa_node.topology.links.assembly import assemble_links
 from nesa_node.topology.links.estimate import fill_links
-from nesa_node.topology.links.matrix import Links
-from nesa_node.topology.links.packed import MeasuredLink
+from nesa_node.topology.links.matrix import Links, MeasuredLink, assemble_links
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 MAX_PINGED = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self, get_args
 
 from nesa_node.compression import tensors
-from nesa_node.compression.quality import EXACT, check_quality
+from nesa_node.compression.codecs import EXACT, check_quality
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.settings.choices import Precision, RouteName, StrategyName

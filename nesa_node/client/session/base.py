@@ -3,23 +3,160 @@
 T packed tokens, D hidden.
 
 Replacements of nodes in a running session.
+
+Prefix-cache keys of a session: salted digests of its prompts' pages.
+
+Nodes see only digests. Without the salt, which they never see, prompts cannot be guessed by trial.
+
+T packed tokens, D hidden.
+
+Start positions of a session's rows: tokens that nodes reuse from their prefix caches.
+
+No sender keeps outputs of reused tokens, so that a node which joins later and holds fewer of them
+cannot be filled by its neighbour: then all nodes go back to what that node holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+import struct
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from nesa_node.client.session.prefix import SessionPrefix
 from nesa_node.core.ids import PeerId
 from nesa_node.core.metrics import MetricSample
 from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
-from nesa_node.swarm.protocol.messages import RowSlice, Want
+from nesa_node.swarm.protocol.messages import (
+    MAX_PREFIX_DIGESTS,
+    PREFIX_TOKENS,
+    Opened,
+    Prefix,
+    RowSlice,
+    Want,
+)
+
+SALT_BYTES = 32
+UNKNOWN_TOKEN = -1
+"""Stands for a position that got a hidden state as input."""
+
+ComputeInputs = Callable[[Sequence[RowSlice]], Awaitable[torch.Tensor]]
+"""Computes the inputs [T, D] of a session's blocks for the given tokens of its prompt."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionPrefix:
+    """Prompt of a session: `tokens[row]` without padding; `final_tokens` is what rows hold at the
+    end.
+
+    If it is empty, nodes keep nothing for later sessions.
+    """
+
+    salt: bytes = field(repr=False)
+    tokens: Sequence[Sequence[int]] = field(repr=False)
+    compute_inputs: ComputeInputs
+    final_tokens: list[Sequence[int]] = field(default_factory=list, repr=False)
+
+    def prompt_digests(self, model: str, precision: str) -> Prefix:
+        """Digests of the prompt's pages without its last token, since its output is needed."""
+        return _row_digests([tokens[:-1] for tokens in self.tokens], self.salt, model, precision)
+
+    def final_digests(self, model: str, precision: str) -> Prefix:
+        """Digests of the pages that rows hold at the end."""
+        return _row_digests(self.final_tokens, self.salt, model, precision)
+
+
+def derive_scope_salt(salt: bytes, scope: str) -> bytes:
+    """Salt for sessions of one `scope`, which share prefixes only among themselves; "": `salt`."""
+    return hashlib.blake2b(scope.encode(), key=salt).digest()[:SALT_BYTES] if scope else salt
+
+
+def rekey_for_peer(prefix: Prefix, peer: PeerId) -> Prefix:
+    """Digests for one node only: nodes that compare theirs find nothing in common."""
+    key = hashlib.blake2b(peer.encode()).digest()
+    return tuple(tuple(_keyed_hash(key, digest) for digest in digests) for digests in prefix)
+
+
+def _row_digests(rows: Sequence[Sequence[int]], salt: bytes, model: str, precision: str) -> Prefix:
+    """Digests of each row's full pages, as many as fit into a message."""
+    root = _keyed_hash(salt, f"nesa prefix 1\n{model}\n{precision}".encode())
+    pages = MAX_PREFIX_DIGESTS // max(len(rows), 1)
+    return tuple(_page_digests(tokens[: pages * PREFIX_TOKENS], salt, root) for tokens in rows)
+
+
+def _page_digests(tokens: Sequence[int], salt: bytes, digest: bytes) -> tuple[bytes, ...]:
+    digests = []
+    for start in range(0, len(tokens) - PREFIX_TOKENS + 1, PREFIX_TOKENS):
+        page = tokens[start : start + PREFIX_TOKENS]
+        if UNKNOWN_TOKEN in page:
+            break
+        digest = _keyed_hash(salt, digest + struct.pack(f"<{PREFIX_TOKENS}q", *page))
+        digests.append(digest)
+    return tuple(digests)
+
+
+def _keyed_hash(salt: bytes, data: bytes) -> bytes:
+    return hashlib.blake2b(data, key=salt, digest_size=16).digest()
+
+
+class PrefixStart:
+    """Position from which each row's tokens are replayable. The client keeps all inputs."""
+
+    def __init__(self, rows: int, prefix: Prefix = ()) -> None:
+        self.start_lengths = [0] * rows
+        self.prefix = prefix
+        """Digests that are sent to nodes, which look for them in their prefix caches."""
+        self._is_behind = False
+
+    def held_tokens(self, opened: Opened | None) -> tuple[int, ...]:
+        """Tokens of each row that a node reports as reused, at most those that were announced."""
+        if opened is None or not self.prefix or len(opened.held) != len(self.prefix):
+            return (0,) * len(self.start_lengths)
+        return tuple(
+            min(held, PREFIX_TOKENS * len(digests))
+            for held, digests in zip(opened.held, self.prefix, strict=True)
+        )
+
+    def agree_on_start(
+        self, new_held: Sequence[Sequence[int]], lengths: Sequence[int] | None, *, all_new: bool
+    ) -> bool:
+        """Lower `start` to what all nodes hold; return whether the whole chain must go back.
+
+        `new_held` has the tokens per row that each new node holds. `all_new` says that the chain
+        has new nodes only. `lengths` are the session's lengths, None before its first step. After
+        going back, nodes lag behind the session until `mark_caught_up`.
+        """
+        start = self.start_lengths
+        floor = list(new_held[0]) if all_new and new_held else list(start)
+        for held in (*new_held, *([] if lengths is None else [lengths])):
+            floor = [min(pair) for pair in zip(floor, held, strict=True)]
+        goes_back = self._is_behind or any(new < old for new, old in zip(floor, start, strict=True))
+        self.start_lengths = floor
+        self._is_behind = goes_back or (all_new and lengths is not None and floor != list(lengths))
+        return goes_back
+
+    def mark_caught_up(self) -> None:
+        """Note that a step is complete: all nodes are at the session's lengths."""
+        self._is_behind = False
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forget tokens from `lengths` on, and the digests of pages that reach beyond."""
+        self.start_lengths = [min(pair) for pair in zip(self.start_lengths, lengths, strict=True)]
+        self.prefix = tuple(
+            digests[: length // PREFIX_TOKENS]
+            for digests, length in zip(self.prefix, lengths, strict=bool(self.prefix))
+        )
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Let each row continue row `sources[row]`."""
+        self.start_lengths = [self.start_lengths[source] for source in sources]
+        if self.prefix:
+            self.prefix = tuple(self.prefix[source] for source in sources)
+
 
 MAX_SESSION_FAILOVERS = 20
 """Most records kept of one session, the newest."""

@@ -16,8 +16,7 @@ from nesa_node.client.recovery.retry import OpenLimiter
 from nesa_node.client.routing.audit import measure_speed
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
-from nesa_node.client.session.base import BlockSession
-from nesa_node.client.session.prefix import SessionPrefix
+from nesa_node.client.session.base import BlockSession, SessionPrefix
 from nesa_node.client.session.session import RemoteSession
 from nesa_node.client.session.telemetry import SessionMetrics, session_samples
 from nesa_node.compression.tensors import DTYPE_NAMES
@@ -27,8 +26,7 @@ from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import MetricSample
 from nesa_node.core.span import Span
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
-from nesa_node.swarm.metrics import swarm_samples
-from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.node import Swarm, open_swarm, swarm_samples
 from nesa_node.swarm.p2p.identity import Identity
 
 

@@ -10,7 +10,7 @@ from enum import Enum
 
 from nesa_node.client.recovery.suspicion import ProbeReport
 from nesa_node.client.routing.request import RouteRequest
-from nesa_node.client.session.prefix import rekey_for_peer
+from nesa_node.client.session.base import rekey_for_peer
 from nesa_node.core.errors import (
     BusyError,
     PeerUnreachableError,
@@ -21,11 +21,9 @@ from nesa_node.core.errors import (
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.dht.notices import FailureKind
-from nesa_node.swarm.p2p.rtt import PING_BYTES
+from nesa_node.swarm.p2p.link_measurements import PING_BYTES, LinkSpeed
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.link_encoder import HiddenStatesSpec, LinkEncoder, report_arrival
-from nesa_node.swarm.protocol.link_speed import LinkSpeed
-from nesa_node.swarm.protocol.message_budget import MessageBudget
 from nesa_node.swarm.protocol.messages import (
     AnyMessage,
     Busy,
@@ -52,7 +50,7 @@ from nesa_node.swarm.protocol.messages import (
     RolledBack,
     Step,
 )
-from nesa_node.swarm.protocol.stream import Stream, peer_timeout
+from nesa_node.swarm.protocol.stream import MessageBudget, Stream, peer_timeout
 
 log = get_logger(__name__)
 

@@ -14,9 +14,9 @@ from nesa_node.client.recovery.suspicion import SuspicionEvent
 from nesa_node.client.routing.node_selection import NodeSelector
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.session.base import PrefixStart
 from nesa_node.client.session.hop import LINK_TIMEOUT_S, OPEN_TIMEOUT_S, HopLink, LinkState
 from nesa_node.client.session.hop_opening import HopOpener, close_links
-from nesa_node.client.session.prefix import PrefixStart
 from nesa_node.core.errors import (
     PeerUnreachableError,
     RemoteError,

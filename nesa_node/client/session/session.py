@@ -18,15 +18,18 @@ from nesa_node.client.recovery.replay import StepReplay
 from nesa_node.client.recovery.retry import RETRYABLE_ERRORS, ChainRebuilder, OpenLimiter
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import RouteRequest
-from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, Failover
+from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, Failover, SessionPrefix
 from nesa_node.client.session.hop import HopLink, LinkState
-from nesa_node.client.session.prefix import SessionPrefix
 from nesa_node.client.session.route import SessionRoute
-from nesa_node.client.session.slowdown import SlowdownDetector
 from nesa_node.client.session.step_pipeline import StepChunk, StepPipeline, split_step
-from nesa_node.client.session.telemetry import FailoverReason, SessionMetrics, SessionTrace
+from nesa_node.client.session.telemetry import (
+    FailoverReason,
+    SessionMetrics,
+    SessionTrace,
+    SlowdownDetector,
+)
 from nesa_node.compression import tensors
-from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import (
     CacheFullError,
     ContextLengthError,

@@ -29,7 +29,7 @@ from nesa_node.client.session.base import RowSlice, Want
 from nesa_node.client.session.hop import HopLink
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.compression import tensors
-from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.dht.notices import FailureKind

@@ -45,13 +45,17 @@ from transformers.pytorch_utils import Conv1D
 
 from nesa_node.core.errors import UnsupportedModelError
 from nesa_node.core.settings.choices import QuantType
-from nesa_node.engine.kernels.huge_pages import allocate_in_huge_pages, concatenate_in_huge_pages
-from nesa_node.engine.kernels.machine_code import NativeFunction, compile_functions
-from nesa_node.engine.kernels.matmul import (
+from nesa_node.engine.kernels.linear import (
     DTYPE_NAMES,
     GEMV_MAX_TOKENS,
     multiply_by_row_chunks,
     supports_gemv,
+)
+from nesa_node.engine.kernels.machine_code import (
+    NativeFunction,
+    allocate_in_huge_pages,
+    compile_functions,
+    concatenate_in_huge_pages,
 )
 
 MAX_LEVEL = 127

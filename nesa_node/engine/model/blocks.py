@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from nesa_node.compression.hidden_states import BufferRange, HiddenStates
+from nesa_node.compression.tensors import BufferRange, HiddenStates
 from nesa_node.core.errors import ContextLengthError
 from nesa_node.core.span import Span
 from nesa_node.engine.cache.paged_attention import PackedRows, RowCache, RowChunk

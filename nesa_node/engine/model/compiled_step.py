@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nesa_node.compression.hidden_states import BufferRange
+from nesa_node.compression.tensors import BufferRange
 from nesa_node.engine.cache.paged_attention import PackedRow, PackedRows
 from nesa_node.engine.cache.pages import PagePool
 from nesa_node.engine.kernels.linear import FastLinear, KernelLaunch

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from nesa_node.compression.hidden_states import BufferRange
+from nesa_node.compression.tensors import BufferRange
 from nesa_node.core.span import Span
 from nesa_node.engine.cache.paged_attention import PackedRows
+from nesa_node.engine.kernels.linear import DTYPE_NAMES
 from nesa_node.engine.kernels.machine_code import compile_functions
-from nesa_node.engine.kernels.matmul import DTYPE_NAMES
 from nesa_node.engine.model.compiled_step import (
     MAX_VECTOR_FLOATS,
     CompiledStep,

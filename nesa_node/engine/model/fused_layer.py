@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from nesa_node.engine.cache.paged_attention import PackedRows
-from nesa_node.engine.kernels.huge_pages import concatenate_in_huge_pages
 from nesa_node.engine.kernels.linear import make_linear
+from nesa_node.engine.kernels.machine_code import concatenate_in_huge_pages
 from nesa_node.engine.kernels.quantized_linear import QuantizedLinear
 
 MIN_ROTARY_POSITIONS = 1024

@@ -25,16 +25,24 @@ from nesa_node.core.errors import (
     UnsafeCheckpointError,
 )
 from nesa_node.core.ids import ModelId
-from nesa_node.engine.weights.families import FAMILIES, ModelFamily, get_context_length
-from nesa_node.engine.weights.model_config import DTYPES, parse_dtype, read_config, read_raw_config
-from nesa_node.engine.weights.progress import Progress
-from nesa_node.engine.weights.safetensors_file import (
+from nesa_node.engine.weights.families import (
+    DTYPES,
+    FAMILIES,
+    ModelFamily,
+    get_context_length,
+    parse_dtype,
+    read_config,
+    read_raw_config,
+)
+from nesa_node.engine.weights.files import (
+    INDEX_FILE,
+    Progress,
     TensorInfo,
     read_header,
+    read_json,
     read_tensor,
     read_window,
 )
-from nesa_node.engine.weights.side_files import INDEX_FILE, read_json
 
 WINDOW_BYTES = 256
 WINDOWS_PER_TENSOR = 8

@@ -41,10 +41,16 @@ from nesa_node.core.errors import (
 from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.weights.checkpoint import Checkpoint, list_weight_files, open_folder
-from nesa_node.engine.weights.model_config import read_config
-from nesa_node.engine.weights.progress import Progress
-from nesa_node.engine.weights.safetensors_file import TensorInfo, parse_header, read_header
-from nesa_node.engine.weights.side_files import INDEX_FILE, MAX_SIDE_FILE_BYTES, check_size
+from nesa_node.engine.weights.families import read_config
+from nesa_node.engine.weights.files import (
+    INDEX_FILE,
+    MAX_SIDE_FILE_BYTES,
+    Progress,
+    TensorInfo,
+    check_size,
+    parse_header,
+    read_header,
+)
 
 
 def require_room(

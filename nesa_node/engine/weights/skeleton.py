@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.span import Span
-from nesa_node.engine.kernels.huge_pages import copy_to_huge_pages
+from nesa_node.engine.kernels.machine_code import copy_to_huge_pages
 from nesa_node.engine.kernels.quantized_linear import (
     compute_quantized_bytes,
     is_quantizable,
@@ -39,7 +39,7 @@ from nesa_node.engine.kernels.quantized_linear import (
 )
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.families import ModelFamily
-from nesa_node.engine.weights.progress import Progress
+from nesa_node.engine.weights.files import Progress
 
 
 def is_expert_stacking(converter: WeightConverter) -> bool:

@@ -5,7 +5,7 @@ N nodes, B blocks, K pairs of a block and a node that holds it, K_b of them at b
 As printed, the rule adds (G/C)^beta to a cost and so prefers the busiest node, prefers unreliable
 nodes by (1/(R+1))^alpha with R = 1 - uptime, charges transfers from every earlier node although
 only the last one sends, adds seconds to dimensionless numbers, and ignores how many blocks a node
-covers (`baselines.py` implements it). Here the next node minimises::
+covers (`strategies.py` implements it). Here the next node minimises::
 
     ( w_t sum over the last 1 + context senders of (transfer / reference)^gamma
     + w_c (seconds of the visit, or C/G, / reference)^beta

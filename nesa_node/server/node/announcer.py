@@ -13,17 +13,17 @@ from typing import Literal
 import psutil
 import torch
 
-from nesa_node.compression.quality import codec_names
+from nesa_node.compression.codecs import codec_names
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.span import Span
-from nesa_node.engine.model.throughput import SpanThroughput
+from nesa_node.engine.model.devices import SpanThroughput
 from nesa_node.swarm.dht.records import NodeStatus
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.protocol.messages import VERSION
-from nesa_node.topology.links.packed import MeasuredLink, pack_links, unpack_links
+from nesa_node.topology.links.matrix import MeasuredLink, pack_links, unpack_links
 
 log = get_logger(__name__)
 

@@ -18,7 +18,10 @@ from nesa_node.core.metrics import MetricRegistry
 from nesa_node.core.settings.models import NodeConfig, OrchestratorConfig, PeerConfig, secret_text
 from nesa_node.server.node.announcer import Announcer, NodeFacts
 from nesa_node.server.node.invitation import (
+    check_ready_file,
     print_invitation,
+    ready_file,
+    ready_file_fields,
     register_known_swarm,
     warn_of_other_copies,
 )
@@ -29,10 +32,13 @@ from nesa_node.server.node.metrics import (
     refresh_directory,
 )
 from nesa_node.server.node.move_limiter import MoveLimiter, fill_holes
-from nesa_node.server.node.node_model import NodeModel, open_node_model
-from nesa_node.server.node.ready_file import check_ready_file, ready_file, ready_file_fields
 from nesa_node.server.node.shutdown import Shutdown, stop_signals
-from nesa_node.server.node.span_choice import count_blocks, fetch_snapshot
+from nesa_node.server.node.span_choice import (
+    NodeModel,
+    count_blocks,
+    fetch_snapshot,
+    open_node_model,
+)
 from nesa_node.server.node.span_runner import SpanRunner
 from nesa_node.server.orchestrator.launch import (
     OnHistory,
@@ -43,9 +49,8 @@ from nesa_node.server.orchestrator.launch import (
 )
 from nesa_node.server.scheduler.executor import open_executor
 from nesa_node.server.scheduler.scheduler import Scheduler, open_scheduler
-from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.node import Swarm, open_swarm, probe_rtts
 from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.rtt_probe import probe_rtts
 
 log = get_logger(__name__)
 

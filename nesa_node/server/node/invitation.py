@@ -1,17 +1,26 @@
-"""How operators and programs find this node: the printed join command and the known-swarms file."""
+"""How operators and programs find this node: the printed join command and the known-swarms file.
+
+Ready file: a JSON file that exists exactly as long as a daemon serves, for scripts and tests.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
+from pathlib import Path
 
-from nesa_node.core.errors import NesaError
+from nesa_node.compression.tensors import DTYPE_NAMES
+from nesa_node.core.errors import ConfigError, NesaError
 from nesa_node.core.known_swarms import KnownSwarmStore
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.models import NodeConfig, PeerConfig, default_known_swarms_dir
+from nesa_node.core.span import Span
+from nesa_node.server.node.span_choice import NodeModel
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.node import Swarm
 
@@ -117,3 +126,50 @@ def _reachability(address: str) -> int:
 def _is_loopback(address: str) -> bool:
     _, protocol, host, *_ = address.split("/")
     return ip_address(host).is_loopback if protocol.startswith("ip") else host == "localhost"
+
+
+def ready_file_fields(
+    swarm: Swarm, served: NodeModel | None = None, span: Span | None = None
+) -> Mapping[str, object]:
+    """The file's content."""
+    return {
+        "peer_id": swarm.identity.peer_id,
+        "addresses": list(swarm.transport.addresses),
+        "model": None if served is None else served.model_id,
+        "span": None if span is None else [span.start, span.end],
+        "dtype": None if served is None else DTYPE_NAMES[served.dtype],
+        "quant_type": None if served is None else served.quant_type,
+    }
+
+
+@contextmanager
+def ready_file(path: Path | None, fields: Mapping[str, object]) -> Iterator[None]:
+    """Write `fields` to `path` atomically, and remove the file on exit. Without a path, no file.
+
+    Raises `ConfigError` if it cannot be written.
+    """
+    if path is None:
+        yield
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write the ready file {path}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def check_ready_file(path: Path | None) -> None:
+    """Check before loading that the file can be written. Raises `ConfigError`."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"--ready-file {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise ConfigError(f"--ready-file {path} is a folder")
+    path.unlink(missing_ok=True)

@@ -17,8 +17,7 @@ from nesa_node.server.node.move_limiter import MoveOutcome
 from nesa_node.server.node.served_span import ServedSpan
 from nesa_node.server.node.span_runner import SpanRunner
 from nesa_node.server.session.handshake import REFUSAL_CODES
-from nesa_node.swarm.metrics import model_samples, swarm_samples
-from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.node import Swarm, model_samples, swarm_samples
 
 log = get_logger(__name__)
 

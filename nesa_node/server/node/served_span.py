@@ -21,16 +21,11 @@ from nesa_node.core.span import Span
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.kernels.threads import IdleCores
 from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.engine.model.devices import MeasurementCancelled, SpanThroughput, measure_throughput
 from nesa_node.engine.model.loading import load_blocks
-from nesa_node.engine.model.throughput import (
-    MeasurementCancelled,
-    SpanThroughput,
-    measure_throughput,
-)
-from nesa_node.engine.weights.progress import show_progress
+from nesa_node.engine.weights.files import show_progress
 from nesa_node.server.node.announcer import Announcer, Capacity
-from nesa_node.server.node.node_model import NodeModel
-from nesa_node.server.node.span_choice import count_cache_tokens
+from nesa_node.server.node.span_choice import NodeModel, count_cache_tokens
 from nesa_node.server.scheduler.executor import Executor
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.admission import Admission, AdmissionLimits

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.span import Span
-from nesa_node.server.orchestrator.swarm_score import (
+from nesa_node.server.orchestrator.planner import (
     ScoreSwarm,
     SwarmScore,
     apply_moves,

@@ -3,17 +3,20 @@
 Pure but for what it remembers between snapshots; `Orchestrator` runs it in a thread.
 
 Change detection over consecutive snapshots.
+
+Score of a swarm, and of the swarm after moves, from a node's own snapshot.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
+from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan
@@ -25,20 +28,74 @@ from nesa_node.routing.placement.placement_problem import (
 from nesa_node.routing.placement.rebalance import RebalancePolicy, no_moves, rebalance
 from nesa_node.routing.placement.schemas import SchemaChoice, SchemaLibrary, choose_schema
 from nesa_node.routing.placement.score import Goal, PlacementScore, score_assignment
-from nesa_node.server.orchestrator.swarm_score import SwarmScore
 from nesa_node.swarm.dht.notices import MAX_MAGNITUDE, MAX_PLACEMENT_MOVES, AnnouncedMove
 from nesa_node.topology.changes.detector import (
+    BlockHoldings,
     ChangeReport,
     ChangeState,
     Observation,
     PlanCostPair,
     judge_snapshot,
 )
-from nesa_node.topology.changes.membership import BlockHoldings
 from nesa_node.topology.changes.shift import ConnectivitySnapshot, make_connectivity
 from nesa_node.topology.changes.triggers import Sensitivity, Trigger
 from nesa_node.topology.shape.filtration import round_trip_filtration
-from nesa_node.topology.snapshot import Snapshot
+from nesa_node.topology.snapshot import NodeState, Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmScore:
+    """Blocks without a holder, holders missing to have two of each block, seconds per step, steps
+    per second of the whole swarm.
+    """
+
+    holes: int
+    missing_replicas: int
+    latency_s: float
+    steps_per_s: float
+
+
+ScoreSwarm = Callable[[Snapshot], SwarmScore]
+"""Scores the serving nodes of a snapshot."""
+
+
+def apply_moves(snapshot: Snapshot, moves: Iterable[AnnouncedMove]) -> Snapshot:
+    """The swarm after the moves that still start from their nodes' spans."""
+    spans = {move.peer: move.span for move in moves if is_applicable(snapshot, move)}
+    return replace(
+        snapshot,
+        nodes=tuple(node.with_span(spans.get(node.peer_id, node.span)) for node in snapshot.nodes),
+    )
+
+
+def is_applicable(snapshot: Snapshot, move: AnnouncedMove) -> bool:
+    node = snapshot.find_node(PeerId(move.peer))
+    return node is not None and node.span == move.previous_span
+
+
+def stays_covered(snapshot: Snapshot, own: NodeState, span: Span) -> bool:
+    """Whether every block that `own` gives up for `span` keeps a holder."""
+    coverage = snapshot.without_peers(own.peer_id).coverage()
+    given_up = set(range(own.span.start, own.span.end)) - set(range(span.start, span.end))
+    return all(coverage[block] > 0 for block in given_up if block < len(coverage))
+
+
+def savings(before: SwarmScore, after: SwarmScore) -> tuple[float, float]:
+    """Shares saved of the time of a step, and of the time between steps."""
+    return (
+        _saved_fraction(before.latency_s, after.latency_s),
+        _saved_fraction(_inverse(before.steps_per_s), _inverse(after.steps_per_s)),
+    )
+
+
+def _saved_fraction(before: float, after: float) -> float:
+    if not math.isfinite(before):
+        return 0.0 if not math.isfinite(after) else 1.0
+    return 1.0 - after / before if before > 0 else 0.0
+
+
+def _inverse(rate: float) -> float:
+    return 1.0 / rate if rate > 0 else math.inf
 
 
 class ChangeMonitor:

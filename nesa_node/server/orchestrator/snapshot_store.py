@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.topology.history import HistoryEntry
+from nesa_node.topology.changes.triggers import HistoryEntry
 from nesa_node.topology.snapshot import Snapshot, snapshots_differ
 from nesa_node.topology.snapshot_json import MAX_BYTES, snapshot_from_json, snapshot_to_json
 

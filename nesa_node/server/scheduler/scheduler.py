@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core import metric_names as names
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.model.blocks import ModelBlocks
-from nesa_node.engine.model.throughput import MAX_PREFILL_TOKENS, SpanThroughput
+from nesa_node.engine.model.devices import MAX_PREFILL_TOKENS, SpanThroughput
 from nesa_node.server.scheduler.batch import SessionBatch, run_batch
 from nesa_node.server.scheduler.executor import Executor
 from nesa_node.server.scheduler.policy import BatchPolicy

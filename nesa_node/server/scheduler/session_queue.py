@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import CacheFullError, ProtocolError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger

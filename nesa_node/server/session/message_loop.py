@@ -15,7 +15,6 @@ from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
 from nesa_node.server.session.session import Session
 from nesa_node.swarm.protocol.link_encoder import report_arrival
-from nesa_node.swarm.protocol.message_budget import MessageBudget
 from nesa_node.swarm.protocol.messages import (
     AnyMessage,
     Cancel,
@@ -36,6 +35,7 @@ from nesa_node.swarm.protocol.messages import (
     RolledBack,
     Step,
 )
+from nesa_node.swarm.protocol.stream import MessageBudget
 
 BUSY_POLL_S = 0.5
 """Interval at which a busy session is asked whether it is still busy."""

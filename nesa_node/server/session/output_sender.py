@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from nesa_node.compression import tensors
-from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
 from nesa_node.server.session.session_state import SessionState

@@ -11,7 +11,7 @@ from typing import Any
 
 from structlog.contextvars import bind_contextvars
 
-from nesa_node.compression.quality import check_quality, codec_names
+from nesa_node.compression.codecs import check_quality, codec_names
 from nesa_node.compression.tensors import DTYPES
 from nesa_node.core.errors import (
     ConfigError,

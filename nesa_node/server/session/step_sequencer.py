@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from nesa_node.compression import tensors
-from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import ProtocolError
 from nesa_node.server.session.session_state import SessionState
 from nesa_node.swarm.protocol.link_encoder import OFF_LOOP_BYTES, UNCOMPRESSED, check_codec_allowed

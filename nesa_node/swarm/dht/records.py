@@ -26,7 +26,7 @@ from nesa_node.core.ids import ModelId, PeerId, model_name_candidates
 from nesa_node.core.settings.models import MAX_RECORD_TTL_S
 from nesa_node.core.span import Span
 from nesa_node.swarm.dht.sealing import RECORD_KIND, Statement, StatementBounds, StatementKind
-from nesa_node.topology.links.packed import MAX_PACKED_BYTES, MeasuredLink, unpack_links
+from nesa_node.topology.links.matrix import MAX_PACKED_BYTES, MeasuredLink, unpack_links
 from nesa_node.topology.snapshot import NodeState
 
 MAX_RECORD_BYTES = 4096
@@ -119,7 +119,7 @@ class NodeStatus(BaseModel):
     next_span: Pair | None = None
     """Span that a draining node moves to."""
     measured: PackedLinks = b""
-    """Round trips and rates to peers, packed (`topology/links/packed.py`)."""
+    """Round trips and rates to peers, packed (`topology/links/matrix.py`)."""
     max_blocks: int = Field(default=0, ge=0, le=10_000)
     """Blocks of the model that fit into the node's memory limit; 0 if unknown."""
     location: (

@@ -19,20 +19,19 @@ from nesa_node.compression.codec_cost import (
     fastest_codec,
     measure_codec_cost,
 )
-from nesa_node.compression.hidden_states import HiddenStates
-from nesa_node.compression.quality import (
+from nesa_node.compression.codecs import (
     EXACT,
     allowed_codecs,
     allows_codec,
     candidate_codecs,
     codec_name,
 )
-from nesa_node.compression.tensors import TensorMeta
+from nesa_node.compression.tensors import HiddenStates, TensorMeta
 from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.protocol.link_speed import MIN_SAMPLE_BYTES, LinkSpeed
+from nesa_node.swarm.p2p.link_measurements import MIN_SAMPLE_BYTES, LinkSpeed
 from nesa_node.swarm.protocol.messages import MAX_CODECS, Probe, Received, Version
 from nesa_node.swarm.protocol.replay_buffer import SentStep
 from nesa_node.swarm.protocol.stream import Stream

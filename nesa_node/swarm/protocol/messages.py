@@ -81,7 +81,7 @@ class Open(Message, frozen=True, tag="open"):
     prefix: Prefix = ()
     """Per row, the digests of its first tokens."""
     quality: CodecName = "exact"
-    """Lowest quality that hidden states may be compressed to (`compression/quality.py`)."""
+    """Lowest quality that hidden states may be compressed to (`compression/codecs.py`)."""
     codecs: Codecs = ()
     """Codecs that the client decodes beside "none"."""
     trace: Annotated[bytes, Meta(max_length=64)] = b""

@@ -4,26 +4,37 @@ A message consists of one or more frames. A frame is two little-endian uint32 (h
 bytes), the header and the payload. The first frame of a message has its header; a tensor that does
 not fit in one frame continues in frames without header. Sizes are checked before memory is
 allocated.
+
+Rate limit of session messages per peer, on all of its streams together.
+
+A node limits its clients and neighbours, a client its hops.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from nesa_node.compression import tensors
+from nesa_node.compression.codecs import RAW
 from nesa_node.core.errors import FrameError, PeerUnreachableError, StreamClosedError
 from nesa_node.core.ids import PeerId
+from nesa_node.swarm.p2p.link_measurements import MIN_SAMPLE_BYTES
 from nesa_node.swarm.p2p.pipe import MAX_UNREAD_BYTES, Pipe
-from nesa_node.swarm.protocol.link_speed import MIN_SAMPLE_BYTES
 from nesa_node.swarm.protocol.messages import (
     AnyMessage,
+    Link,
     Message,
     Received,
+    Reorder,
+    Rollback,
+    Sync,
     decode_message,
     encode_message,
     tensor_of,
@@ -211,3 +222,61 @@ async def peer_timeout(peer: PeerId, seconds: float, activity: str) -> AsyncIter
         raise PeerUnreachableError(
             f"{peer} was silent for {seconds:g} s while {activity}"
         ) from None
+
+
+MAX_BUDGET_PEERS = 4096
+
+_MESSAGE_PRICE_S = 1 / 1000
+"""Price of a message: a client with 64 sessions sends 128 pings a second if all steps are late."""
+_TOKEN_PRICE_S = 1 / 10_000
+"""Price of a message sent for each token: at 50 tokens/s in each of 64 sessions a client sends
+3,200 steps a second and as many `Received`; a hop sends as many outputs."""
+_CHANGE_PRICE_S = 1 / 400
+"""Price of a change of up to `_ROWS_PER_CHANGE_PRICE` rows' caches, which takes up to a millisecond
+in sessions of many pages. More rows take proportionally longer: 14 ms for 256 after 120 steps."""
+_ROWS_PER_CHANGE_PRICE = 16
+"""Beam search reorders with every token: with up to 16 beams up to 400 times a second."""
+_DECODE_PRICE_S_PER_BYTE = 1e-9
+"""Price of decoding a compressed tensor: 2 kB can stand for 64 MiB, which take 30 ms."""
+_BURST_S = 2.0
+"""Total price of the messages that a peer may send in one burst."""
+
+
+class MessageBudget:
+    """Per-peer budget in seconds of processing; delays reading from a peer that exceeds it.
+
+    If the next message is already buffered, reading it would not yield to the event loop, so that
+    `wait_until_paid` yields once before.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._paid_at: OrderedDict[PeerId, float] = OrderedDict()
+        """By peer: the time at which its last message is paid for."""
+
+    async def wait_until_paid(
+        self, stream: Stream, message: Message, *, is_refused: bool = False
+    ) -> None:
+        """Wait until `stream`, which brought `message`, may be read on."""
+        wait_s = self.charge(stream.peer, message, is_refused=is_refused)
+        if wait_s or stream.unread_bytes:
+            await asyncio.sleep(wait_s)
+
+    def charge(self, peer: PeerId, message: Message, *, is_refused: bool = False) -> float:
+        """Count a message. Returns the seconds until it is paid for."""
+        now = self._clock()
+        price_s = _MESSAGE_PRICE_S
+        tensor = tensor_of(message)
+        if isinstance(message, Link | Reorder | Rollback | Sync):
+            rows = message.sources if isinstance(message, Reorder) else message.lengths
+            price_s = _CHANGE_PRICE_S * max(math.ceil(len(rows) / _ROWS_PER_CHANGE_PRICE), 1)
+        elif not is_refused and (isinstance(message, Received) or tensor is not None):
+            price_s = _TOKEN_PRICE_S
+        if tensor is not None and tensor.codec != RAW.text:
+            price_s += tensor.decoded_nbytes * _DECODE_PRICE_S_PER_BYTE
+        paid_at = max(self._paid_at.get(peer, 0.0), now - _BURST_S) + price_s
+        self._paid_at[peer] = paid_at
+        self._paid_at.move_to_end(peer)
+        if len(self._paid_at) > MAX_BUDGET_PEERS:
+            self._paid_at.popitem(last=False)
+        return max(paid_at - now, 0.0)

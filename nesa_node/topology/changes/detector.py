@@ -2,21 +2,146 @@
 
 A trigger that fires asks for a new plan, not for a move. Blocks move after a loss, or if a plan
 stays better by 10 % (`ChangeReport.should_move`).
+
+Triggers for departures: lost nodes, regions, coverage, replicas and capacity.
+
+The merge trees' shift compares only nodes that are in both snapshots, so it does not see
+departures. A region that left is a branch of the previous tree.
+
+Legend: B blocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from nesa_node.topology.changes.membership import (
-    BlockHoldings,
-    MembershipSnapshot,
-    judge_departures,
-    judge_membership,
-    judge_region,
-)
+import numpy as np
+
 from nesa_node.topology.changes.shift import ConnectivitySnapshot, ShiftState, judge_shift
-from nesa_node.topology.changes.triggers import JitterHistory, Sensitivity, Trigger, TriggerName
+from nesa_node.topology.changes.triggers import (
+    JitterHistory,
+    Sensitivity,
+    Trigger,
+    TriggerName,
+    judge_jitter,
+)
+from nesa_node.topology.shape.merge_tree import MergeTree
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHoldings:
+    """Number of holders of each block, and the capacity of all nodes in any one unit (tokens/s)."""
+
+    holders_B: tuple[int, ...]
+    capacity: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MembershipSnapshot:
+    """Nodes of one snapshot and their merge tree; peers[n] is node n of the tree."""
+
+    peers: tuple[str, ...]
+    tree: MergeTree
+
+
+def judge_membership(
+    reference: BlockHoldings | None, now: BlockHoldings, sensitivity: Sensitivity
+) -> tuple[BlockHoldings, tuple[Trigger, ...]]:
+    """Evaluate coverage, replicas and capacity against the reference; returns its update, too.
+
+    Each trigger fires at once: an expired record is no jitter. Coverage fires as long as a block
+    has no holder; replicas and capacity fire once per loss, since the reference then drops to the
+    present state. It rises with every gain.
+
+    Raises `ValueError` if the number of blocks changed.
+    """
+    before = reference or now
+    if len(before.holders_B) != len(now.holders_B):
+        raise ValueError(f"{len(before.holders_B)} blocks became {len(now.holders_B)}")
+    bare = [block for block, holders in enumerate(now.holders_B) if holders == 0]
+    thin = [
+        block
+        for block, (held, holders) in enumerate(zip(before.holders_B, now.holders_B, strict=True))
+        if holders < min(held, sensitivity.replicas_wanted)
+    ]
+    lost = 1.0 - now.capacity / before.capacity if before.capacity > 0 else 0.0
+    short = lost > sensitivity.capacity_lost
+    triggers = (
+        _immediate_trigger(
+            "coverage", len(bare), 0.0, f"{len(bare)} blocks without a holder{_format_blocks(bare)}"
+        ),
+        _immediate_trigger(
+            "replicas",
+            len(thin),
+            0.0,
+            f"{len(thin)} blocks lost holders and have fewer than "
+            f"{sensitivity.replicas_wanted}{_format_blocks(thin)}",
+        ),
+        _immediate_trigger(
+            "capacity",
+            max(lost, 0.0),
+            sensitivity.capacity_lost,
+            f"{max(lost, 0.0):.1%} of the capacity is gone; {sensitivity.capacity_lost:.0%} count",
+        ),
+    )
+    holders = now.holders_B if thin else tuple(map(max, before.holders_B, now.holders_B))
+    capacity = now.capacity if short else max(before.capacity, now.capacity)
+    return BlockHoldings(holders, capacity), triggers
+
+
+def judge_departures(
+    jitter: JitterHistory,
+    before: tuple[MembershipSnapshot, ...],
+    now: MembershipSnapshot,
+    sensitivity: Sensitivity,
+) -> tuple[JitterHistory, Trigger]:
+    """Whether unusually many nodes left since the last of the snapshots `before`.
+
+    One snapshot is enough to fire: records do not jitter, and a node cannot leave twice.
+    """
+    peers = set(before[-1].peers if before else ())
+    share = len(peers.difference(now.peers)) / len(peers) if peers else 0.0
+    once = replace(sensitivity, in_a_row=1, least_threshold=sensitivity.least_departed)
+    what = "{} of the nodes left since the last snapshot"
+    return judge_jitter(jitter, "departures", share, once, what)
+
+
+def judge_region(
+    before: tuple[MembershipSnapshot, ...], now: MembershipSnapshot, sensitivity: Sensitivity
+) -> Trigger:
+    """Whether a whole branch of the merge tree left, however small.
+
+    `before` holds at most the last two snapshots, the older one first: a region's records expire
+    one after another, and the trigger fires with the last of them. With 3 % churn, three random
+    departures form a branch once in 1,000 snapshots (`benchmarks changes`).
+    """
+    left = 0
+    there = set(now.peers)
+    if before and not there.issuperset(before[-1].peers):
+        gone_N = np.array([peer not in there for peer in before[0].peers], dtype=np.bool_)
+        left = before[0].tree.largest_branch(gone_N)
+    reason = f"{left} nodes that lay together are all gone; {sensitivity.least_region} are a region"
+    return _immediate_trigger("region", left, sensitivity.least_region - 1, reason)
+
+
+def _immediate_trigger(name: TriggerName, figure: float, threshold: float, reason: str) -> Trigger:
+    fired = figure > threshold
+    return Trigger(
+        name=name,
+        fired=fired,
+        figure=float(figure),
+        threshold=threshold,
+        in_a_row=int(fired),
+        reason=reason,
+    )
+
+
+def _format_blocks(blocks: list[int], most: int = 8) -> str:
+    if not blocks:
+        return ""
+    more = ", ..." if len(blocks) > most else ""
+    return f" ({', '.join(map(str, blocks[:most]))}{more})"
+
 
 _LOSS_TRIGGERS: frozenset[TriggerName] = frozenset({"coverage", "replicas", "capacity"})
 

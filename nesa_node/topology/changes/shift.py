@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from nesa_node.core.arrays import Floats
 from nesa_node.topology.changes.triggers import JitterHistory, Sensitivity, Trigger, judge_jitter
-from nesa_node.topology.shape.cophenetic import mean_difference
 from nesa_node.topology.shape.filtration import Filtration
-from nesa_node.topology.shape.merge_tree import MergeTree, merge_tree
+from nesa_node.topology.shape.merge_tree import MergeTree, mean_difference, merge_tree
 
 # Maximum number of nodes with stored round trips: 160 kB a snapshot.
 _MAX_SAMPLED_NODES = 200

@@ -37,8 +37,8 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.topology.geography import CITIES, Region, locations_array, min_rtt_ms
 from nesa_node.topology.links.estimate import estimate_rtt_ms
+from nesa_node.topology.links.expected_rtt import CABLE_STRETCH
 from nesa_node.topology.links.matrix import Links
-from nesa_node.topology.links.vivaldi import CABLE_STRETCH
 from nesa_node.topology.simulation.devices import (
     CACHE_MEMORY_FRACTION,
     GB,

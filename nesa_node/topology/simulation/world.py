@@ -26,8 +26,14 @@ from nesa_node.core.arrays import Bools, Floats, Ints
 from nesa_node.core.ids import ModelId
 from nesa_node.topology.geography import CITIES, Region, min_rtt_ms
 from nesa_node.topology.links.matrix import Links, make_symmetric
-from nesa_node.topology.simulation.devices import LLAMA_70B, Block
-from nesa_node.topology.simulation.nodes import choose_spans, draw_devices, draw_nodes, fit_devices
+from nesa_node.topology.simulation.devices import (
+    LLAMA_70B,
+    Block,
+    choose_spans,
+    draw_devices,
+    draw_nodes,
+    fit_devices,
+)
 from nesa_node.topology.snapshot import Snapshot
 
 BYTES_PER_MBIT = 125_000.0

@@ -14,7 +14,7 @@ from nesa_node.api.endpoints.embeddings import EmbeddingRequest
 from nesa_node.api.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
 from nesa_node.api.generation.grammar import json_schema_grammar
 from nesa_node.api.schemas.chat_request import ChatCompletionRequest, FunctionDefinition, Tool
-from nesa_node.api.schemas.completion_request import CompletionRequest
+from nesa_node.api.schemas.generation_request import CompletionRequest
 from nesa_node.api.schemas.request_body import parse_body
 from nesa_node.api.schemas.responses_request import ResponsesRequest
 from nesa_node.api.schemas.tool_calls import ToolCallParser, forced_call_grammar

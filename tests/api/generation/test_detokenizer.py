@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nesa_node.api.generation.detokenizer import (
+from nesa_node.api.generation.tokenization import (
     MAX_LOCKED_DECODE_CHARS,
     REPLACEMENT,
     WINDOW_TOKENS,

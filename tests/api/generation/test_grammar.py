@@ -19,8 +19,8 @@ from nesa_node.api.generation.grammar import GrammarCompiler, json_schema_gramma
 from nesa_node.api.generation.job import SamplingParams
 from nesa_node.api.processes.grammar_program import find_grammar_error
 from nesa_node.web.authenticator import caller_context
-from nesa_node.web.fair_slots import FairSlots
 from nesa_node.web.problem import HttpProblem
+from nesa_node.web.rate_limits import FairSlots
 from tests.api.served import answer, greedy_job, outcome, served_locally
 from tests.api.tokenizers import byte_level_tokenizer
 from tests.engine.tiny_models import VOCABULARY, prompt_ids

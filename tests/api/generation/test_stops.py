@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nesa_node.api.generation.detokenizer import StopTextFilter
+from nesa_node.api.generation.tokenization import StopTextFilter
 
 _SMALL = st.text(alphabet="ab", max_size=12)
 

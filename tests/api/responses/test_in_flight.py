@@ -15,8 +15,8 @@ from nesa_node.api.responses import in_flight as answer_room
 from nesa_node.api.responses.in_flight import ResponseMemory
 from nesa_node.api.responses.token_logprobs import reserve_logprobs
 from nesa_node.api.schemas.responses_request import InputPart
-from nesa_node.web.fair_slots import FairSlots
 from nesa_node.web.problem import HttpProblem
+from nesa_node.web.rate_limits import FairSlots
 from tests.api.scripted import chat_body, serving, until
 
 LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 4, "max_tokens": 20}

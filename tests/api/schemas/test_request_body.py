@@ -13,7 +13,7 @@ from nesa_node.api.endpoints.embeddings import EmbeddingRequest
 from nesa_node.api.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
 from nesa_node.api.schemas import request_body as reading
 from nesa_node.api.schemas.chat_request import MAX_PIECES, ChatCompletionRequest
-from nesa_node.api.schemas.completion_request import CompletionRequest
+from nesa_node.api.schemas.generation_request import CompletionRequest
 from nesa_node.api.schemas.request_body import RequestBody
 from nesa_node.api.schemas.responses_request import ResponsesRequest
 from nesa_node.web.problem import HttpProblem

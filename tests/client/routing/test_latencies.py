@@ -11,8 +11,7 @@ import pytest
 from nesa_node.client.routing.latencies import MAX_PINGED, LatencyView
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
-from nesa_node.swarm.p2p.rtt import RttTable
-from nesa_node.swarm.protocol.link_speed import LinkSpeeds
+from nesa_node.swarm.p2p.link_measurements import LinkSpeeds, RttTable
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 

@@ -25,8 +25,7 @@ from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS
 from nesa_node.routing.strategies import GreedyStrategy, make_strategy
 from nesa_node.routing.tuning.tuner import published_values
 from nesa_node.swarm.dht.notices import PlacementNotice
-from nesa_node.swarm.p2p.rtt import RttTable
-from nesa_node.swarm.protocol.link_speed import LinkSpeeds
+from nesa_node.swarm.p2p.link_measurements import LinkSpeeds, RttTable
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.notice_fields import PEERS, make_notice
 

@@ -9,8 +9,8 @@ import pytest
 from nesa_node.client.session.hop import MAX_PENDING_PINGS, TRANSITIONS, HopLink, LinkState
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.swarm.p2p.pipe import Pipe
-from nesa_node.swarm.protocol.message_budget import MessageBudget
 from nesa_node.swarm.protocol.messages import Leaving, Message, Received
+from nesa_node.swarm.protocol.stream import MessageBudget
 from tests.client.scripted_nodes import ScriptedNode, ScriptedRoute, request
 from tests.turns import turns_of_the_loop
 

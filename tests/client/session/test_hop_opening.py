@@ -13,9 +13,9 @@ from unittest.mock import AsyncMock
 import pytest
 
 from nesa_node.client.session import hop_opening
+from nesa_node.client.session.base import PrefixStart
 from nesa_node.client.session.hop import HopLink
 from nesa_node.client.session.hop_opening import HopOpener
-from nesa_node.client.session.prefix import PrefixStart
 from nesa_node.core.errors import NoAddressError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span

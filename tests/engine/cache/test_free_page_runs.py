@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from nesa_node.engine.cache.free_page_runs import MAX_STALE_HEAP_ENTRIES, FreePageRuns
+from nesa_node.engine.cache.pages import MAX_STALE_HEAP_ENTRIES, FreePageRuns
 
 PAGES = 40
 

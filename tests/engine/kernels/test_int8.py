@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nesa_node.core.errors import UnsupportedModelError
-from nesa_node.engine.kernels import matmul as unpacked
-from nesa_node.engine.kernels.huge_pages import get_mapping_address
-from nesa_node.engine.kernels.machine_code import load_functions
-from nesa_node.engine.kernels.matmul import DTYPE_NAMES, GEMV_MAX_TOKENS
+from nesa_node.engine.kernels import linear as unpacked
+from nesa_node.engine.kernels.linear import DTYPE_NAMES, GEMV_MAX_TOKENS
+from nesa_node.engine.kernels.machine_code import get_mapping_address, load_functions
 from nesa_node.engine.kernels.native.compiler import compile_functions
 from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
 from nesa_node.engine.kernels.quantized_linear import MAX_LEVEL, Int8Linear, quantize_int8

@@ -22,21 +22,23 @@ from transformers.pytorch_utils import Conv1D
 
 from nesa_node.core.span import Span
 from nesa_node.engine.kernels import machine_code
-from nesa_node.engine.kernels.huge_pages import (
-    HUGE_PAGE_BYTES,
-    allocate_in_huge_pages,
-    copy_to_huge_pages,
-    get_mapping_address,
-)
-from nesa_node.engine.kernels.linear import FastLinear, make_linear, replace_linear_layers
-from nesa_node.engine.kernels.machine_code import load_functions
-from nesa_node.engine.kernels.matmul import (
+from nesa_node.engine.kernels.linear import (
     DTYPE_NAMES,
     GEMV_MAX_TOKENS,
+    FastLinear,
     Gemv,
     count_scratch_items,
     load_amx_matmul,
     load_gemv,
+    make_linear,
+    replace_linear_layers,
+)
+from nesa_node.engine.kernels.machine_code import (
+    HUGE_PAGE_BYTES,
+    allocate_in_huge_pages,
+    copy_to_huge_pages,
+    get_mapping_address,
+    load_functions,
 )
 from nesa_node.engine.kernels.native.compiler import compile_functions
 from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants

@@ -8,11 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from nesa_node.engine.kernels.thread_tuner import (
-    MAX_TRIAL_INTERVAL_STEPS,
-    ThreadTuner,
-    clipped_mean,
-)
+from nesa_node.engine.kernels.threads import MAX_TRIAL_INTERVAL_STEPS, ThreadTuner, clipped_mean
 
 Machine = Callable[[int], float]
 """What a step on so many threads takes there, in seconds."""

@@ -13,10 +13,10 @@ import torch
 from nesa_node.core.span import Span
 from nesa_node.engine.kernels import threads as module
 from nesa_node.engine.kernels.machine_code import set_num_threads
-from nesa_node.engine.kernels.thread_tuner import ThreadTuner
 from nesa_node.engine.kernels.threads import (
     IdleCores,
     ThreadController,
+    ThreadTuner,
     cpu_quota,
     list_thread_counts,
 )

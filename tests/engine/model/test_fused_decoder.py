@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import PageTable
+from nesa_node.engine.kernels.linear import DTYPE_NAMES
 from nesa_node.engine.kernels.machine_code import NativeFunction, compile_functions, load_functions
-from nesa_node.engine.kernels.matmul import DTYPE_NAMES
 from nesa_node.engine.kernels.native import compiler as program
 from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
 from nesa_node.engine.model.blocks import ModelBlocks

@@ -16,11 +16,11 @@ from nesa_node.core.errors import (
     UnsupportedModelError,
 )
 from nesa_node.core.span import Span
-from nesa_node.engine.kernels.huge_pages import HUGE_PAGE_BYTES, copy_to_huge_pages
+from nesa_node.engine.kernels.machine_code import HUGE_PAGE_BYTES, copy_to_huge_pages
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.families import FAMILIES
+from nesa_node.engine.weights.files import read_header, read_tensor
 from nesa_node.engine.weights.hub import open_checkpoint
-from nesa_node.engine.weights.safetensors_file import read_header, read_tensor
 from nesa_node.engine.weights.tokenizer import load_tokenizer
 from tests.engine.chained import open_local
 from tests.engine.layouts import rewritten, set_config

@@ -5,12 +5,12 @@ import io
 import pytest
 from structlog.testing import capture_logs
 
-from nesa_node.engine.weights.progress import show_progress
+from nesa_node.engine.weights.files import show_progress
 
 
 def test_a_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([10.0, 11.0, 16.0, 17.0])
-    monkeypatch.setattr("nesa_node.engine.weights.progress.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("nesa_node.engine.weights.files.time.monotonic", lambda: next(seconds))
     with capture_logs() as logs, show_progress() as show:
         for done in (1 << 20, 2 << 20, 3 << 20, 4 << 20):
             show("loading", done, 4 << 20)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nesa_node.core.errors import CorruptCheckpointError, NesaError
-from nesa_node.engine.weights.side_files import convert_parse_errors, read_json
+from nesa_node.engine.weights.files import convert_parse_errors, read_json
 from nesa_node.engine.weights.tokenizer import load_tokenizer
 from tests.api.tokenizers import byte_level_tokenizer
 

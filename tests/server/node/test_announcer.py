@@ -15,7 +15,7 @@ from nesa_node.core.span import Span
 from nesa_node.server.node import announcer as announcer_module
 from nesa_node.server.node.announcer import Announcer, Capacity, NodeFacts
 from nesa_node.swarm.dht.records import NodeStatus
-from nesa_node.topology.links.packed import MeasuredLink, pack_links, peer_digest
+from nesa_node.topology.links.matrix import MeasuredLink, pack_links, peer_digest
 from tests.swarm.local_swarm import eventually
 
 FACTS = NodeFacts(

@@ -20,7 +20,7 @@ from nesa_node.core.span import Span
 from nesa_node.engine.weights.checkpoint import compute_model_id
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.server.session import handshake as refusal_log
-from nesa_node.swarm import metrics as swarm_metrics
+from nesa_node.swarm import node as swarm_metrics
 from tests.cli.tiny import BLOCKS, VOCABULARY, write_tiny_model
 from tests.swarms import Daemons, daemons
 

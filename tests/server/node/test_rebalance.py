@@ -12,7 +12,7 @@ import pytest
 
 from nesa_node.core.span import Span
 from nesa_node.server.node.move_limiter import MoveLimiter, fill_holes
-from nesa_node.sharding.holes import plan_repairs
+from nesa_node.sharding.span_placement import plan_repairs
 from nesa_node.topology.snapshot import Snapshot
 from tests.server.small_swarm import TORN, UNEVEN, swarm
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nesa_node.engine.model.throughput import MeasurementCancelled, SpanThroughput
+from nesa_node.engine.model.devices import MeasurementCancelled, SpanThroughput
 from nesa_node.server.node import served_span as speed
 from nesa_node.server.node.served_span import RemeasurePolicy, keep_speed_current, speeds_differ
 from nesa_node.server.scheduler.executor import open_executor

@@ -30,8 +30,8 @@ from nesa_node.server.orchestrator.planner import Rebalancer
 from nesa_node.server.orchestrator.snapshot_store import SnapshotStore
 from nesa_node.server.orchestrator.study import StudyRequest, StudyResult
 from nesa_node.swarm.dht.notices import PlacementNotice, TunedExponents
-from nesa_node.swarm.lease import LeaseKeeper
-from nesa_node.topology.history import HistoryEntry
+from nesa_node.swarm.notice_store import LeaseKeeper
+from nesa_node.topology.changes.triggers import HistoryEntry
 from nesa_node.topology.simulation.world import make_world
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_status

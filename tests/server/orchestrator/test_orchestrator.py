@@ -19,9 +19,8 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.settings.models import OrchestratorConfig
 from nesa_node.core.span import Span
 from nesa_node.routing.succession import LeaseTerms
-from nesa_node.server.orchestrator.follower import follow_placements
 from nesa_node.server.orchestrator.history import History, is_same_reason
-from nesa_node.server.orchestrator.launch import find_model, orchestrate
+from nesa_node.server.orchestrator.launch import find_model, follow_placements, orchestrate
 from nesa_node.server.orchestrator.orchestrator import Orchestrator, OrchestratorIntervals
 from nesa_node.server.orchestrator.placement_filter import PlacementFilter
 from nesa_node.server.orchestrator.planner import (
@@ -31,8 +30,8 @@ from nesa_node.server.orchestrator.planner import (
     score_swarm,
 )
 from nesa_node.swarm.dht.notices import MAX_MAGNITUDE, AnnouncedMove, PlacementNotice
-from nesa_node.swarm.lease import LeaseKeeper
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.notice_store import LeaseKeeper
 from nesa_node.topology.changes.triggers import Sensitivity
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.local_swarm import eventually, local_swarm

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.server.orchestrator.placement_filter import PlacementFilter
-from nesa_node.server.orchestrator.swarm_score import SwarmScore
+from nesa_node.server.orchestrator.planner import SwarmScore
 from nesa_node.swarm.dht.notices import PlacementNotice
-from nesa_node.topology.links.assembly import assemble_links
+from nesa_node.topology.links.matrix import assemble_links
 from nesa_node.topology.snapshot import Snapshot
 from tests.server.small_swarm import (
     BLOCKS,

@@ -21,7 +21,7 @@ from nesa_node.server.orchestrator.snapshot_store import (
     read_snapshots,
     snapshots_path,
 )
-from nesa_node.topology.history import HistoryEntry
+from nesa_node.topology.changes.triggers import HistoryEntry
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import Snapshot

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import CacheFullError
 from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import PagePool

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from nesa_node.compression.hidden_states import HiddenStates
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.ids import PeerId
 from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import pages_for

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nesa_node.compression import tensors
-from nesa_node.compression.quality import allowed_codecs
+from nesa_node.compression.codecs import allowed_codecs
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.ids import PeerId
 from nesa_node.server.session.output_sender import OutputSender

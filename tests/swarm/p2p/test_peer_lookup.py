@@ -17,8 +17,8 @@ from nesa_node.core.errors import BootstrapError, ConfigError, PeerUnreachableEr
 from nesa_node.core.ids import PeerId
 from nesa_node.core.wait_tracking import WaitTracker
 from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.p2p.dial_addresses import _peer_of_certificate, fetch_peer_id, resolve_peer_ids
 from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.p2p.peer_lookup import _peer_of_certificate, fetch_peer_id, resolve_peer_ids
 from nesa_node.swarm.p2p.transport import open_transport
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
@@ -70,7 +70,7 @@ async def test_another_service_is_told_from_a_node(said: bytes) -> None:
 
 
 async def test_a_silent_port_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nesa_node.swarm.p2p.peer_lookup.LOOKUP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("nesa_node.swarm.p2p.dial_addresses.LOOKUP_TIMEOUT_S", 0.2)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         pytest.raises(PeerUnreachableError, match=r"no answer within 0\.2 s"),
@@ -90,7 +90,7 @@ async def test_a_silent_port_is_told_while_it_is_waited_for(
         told.append(wait.what)
         raise PeerUnreachableError("silent")
 
-    monkeypatch.setattr("nesa_node.swarm.p2p.peer_lookup.fetch_peer_id", ask)
+    monkeypatch.setattr("nesa_node.swarm.p2p.dial_addresses.fetch_peer_id", ask)
     with waits.activate(), pytest.raises(BootstrapError):
         await resolve_peer_ids(["192.0.2.7:1"])
     assert told == ["initial peers to send their peer ids"]

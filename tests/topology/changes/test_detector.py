@@ -6,13 +6,13 @@ import pytest
 from numpy.typing import NDArray
 
 from nesa_node.topology.changes.detector import (
+    BlockHoldings,
     ChangeReport,
     ChangeState,
     Observation,
     PlanCostPair,
     judge_snapshot,
 )
-from nesa_node.topology.changes.membership import BlockHoldings
 from nesa_node.topology.changes.shift import make_connectivity
 from nesa_node.topology.changes.triggers import Sensitivity, Trigger
 from nesa_node.topology.shape.filtration import make_filtration

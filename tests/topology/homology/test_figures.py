@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from nesa_node.topology.shape.filtration import make_filtration
-from nesa_node.topology.shape.loops import longest_loops
-from nesa_node.topology.shape.network_shape import compute_shape
+from nesa_node.topology.shape.network_shape import compute_shape, longest_loops
 from tests.topology.homology import reduction
 from tests.topology.homology.reduction import Simplex
 

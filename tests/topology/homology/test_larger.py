@@ -12,15 +12,20 @@ from scipy.spatial.distance import squareform
 
 from nesa_node.core.arrays import Floats, Ints
 from nesa_node.topology.shape import gudhi_backend as backend
-from nesa_node.topology.shape.cophenetic import (
+from nesa_node.topology.shape.filtration import Filtration, geographic_filtration, make_filtration
+from nesa_node.topology.shape.merge_tree import (
+    MergeTree,
     leaf_heights,
     mean_difference,
+    merge_tree,
     quantile_heights,
 )
-from nesa_node.topology.shape.filtration import Filtration, geographic_filtration, make_filtration
-from nesa_node.topology.shape.loops import longest_loops, loop_diagram
-from nesa_node.topology.shape.merge_tree import MergeTree, merge_tree
-from nesa_node.topology.shape.network_shape import choose_landmarks, compute_shape
+from nesa_node.topology.shape.network_shape import (
+    choose_landmarks,
+    compute_shape,
+    longest_loops,
+    loop_diagram,
+)
 
 # ripser computes in float32: a value is rounded by at most 2^-24 of itself, and a lifetime that is
 # shorter than that may vanish.

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nesa_node.topology.shape.cophenetic import quantile_heights
 from nesa_node.topology.shape.filtration import make_filtration
-from nesa_node.topology.shape.merge_tree import merge_tree
+from nesa_node.topology.shape.merge_tree import merge_tree, quantile_heights
 
 
 def minimax(weight_NN: NDArray[np.float64]) -> NDArray[np.float64]:

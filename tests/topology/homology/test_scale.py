@@ -9,7 +9,7 @@ PROGRAM = """
 import time
 import numpy as np
 from nesa_node.topology.homology import backend
-from nesa_node.topology.shape.cophenetic import quantile_heights
+from nesa_node.topology.shape.merge_tree import quantile_heights
 from nesa_node.topology.shape.features import features_of
 from nesa_node.topology.shape.filtration import make_filtration
 from nesa_node.topology.shape.network_shape import shape_of

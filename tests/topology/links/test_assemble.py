@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from nesa_node.core.ids import PeerId
-from nesa_node.topology.links.assembly import (
+from nesa_node.topology.links.matrix import (
     CONFIDENCE_HALF_LIFE_S,
     ONE_SIDED_CONFIDENCE,
+    Links,
+    MeasuredLink,
     assemble_links,
+    peer_digest,
 )
-from nesa_node.topology.links.matrix import Links
-from nesa_node.topology.links.packed import MeasuredLink, peer_digest
 
 A, B, C, D = (PeerId(name) for name in "abcd")
 

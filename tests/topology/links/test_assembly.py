@@ -6,7 +6,7 @@ from hypothesis.extra.numpy import arrays
 
 from nesa_node.core.arrays import Floats
 from nesa_node.core.ids import PeerId
-from nesa_node.topology.links.assembly import (
+from nesa_node.topology.links.matrix import (
     CONFIDENCE_HALF_LIFE_S,
     MAX_AGE_DIFFERENCE_S,
     links_from_measurements,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nesa_node.core.ids import PeerId
-from nesa_node.topology.links.packed import (
+from nesa_node.topology.links.matrix import (
     MAX_LINKS_PER_RECORD,
     MeasuredLink,
     pack_links,

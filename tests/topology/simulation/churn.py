@@ -16,8 +16,14 @@ from numpy.typing import NDArray
 
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.links.matrix import Links, make_symmetric
-from nesa_node.topology.simulation.devices import LLAMA_70B, Block
-from nesa_node.topology.simulation.nodes import MAX_LOAD, choose_spans, draw_devices, draw_nodes
+from nesa_node.topology.simulation.devices import (
+    LLAMA_70B,
+    MAX_LOAD,
+    Block,
+    choose_spans,
+    draw_devices,
+    draw_nodes,
+)
 from nesa_node.topology.simulation.world import (
     AccessLinks,
     World,

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from nesa_node.topology.geography import great_circle_km, min_rtt_ms
-from nesa_node.topology.simulation.devices import DEVICES, LLAMA_70B, find_device
-from nesa_node.topology.simulation.nodes import choose_spans
+from nesa_node.topology.simulation.devices import DEVICES, LLAMA_70B, choose_spans, find_device
 from nesa_node.topology.simulation.world import make_world, region_coordinates
 
 

@@ -23,10 +23,10 @@ from nesa_node.engine.kernels.native.decoder_ops import (
     silu_and_mul,
 )
 from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
-from nesa_node.engine.kernels.native.matmul import matmul
-from nesa_node.engine.kernels.native.quantized_matmul import (
+from nesa_node.engine.kernels.native.matmul import (
     int8_dequantize,
     int8_matmul,
+    matmul,
     nf4_dequantize,
     nf4_matmul,
 )
