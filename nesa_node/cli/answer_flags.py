@@ -20,7 +20,7 @@ MAX_SEED = 2**63
 
 
 class SamplingArguments(TypedDict):
-    """Keyword arguments of `SamplingSettings`."""
+    """Keyword arguments of `GenerationParams`."""
 
     temperature: float | None
     top_p: float | None

@@ -13,6 +13,7 @@ from cyclopts import Group, Parameter
 from nesa_node.cli.flags import COMPUTE, OUTPUT, SWARM, Flags, load_command_config
 from nesa_node.cli.interrupts import exit_on_interrupt
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.settings.choices import GENERATED_ITEMS
 from nesa_node.core.settings.user_file import user_path
 from nesa_node.core.wait_tracking import track_wait
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 PRECISIONS_GROUP = Group("Precisions", sort_key=5)
 SAMPLE_GROUP = Group("Texts and items", sort_key=6)
-GENERATED_ITEMS = "generated"
 
 
 def evaluate(

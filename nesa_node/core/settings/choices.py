@@ -27,3 +27,5 @@ FlagGroup = Literal[
     "Swarm", "Model and device", "Orchestration", "Access", "Limits", "Sampling", "Output"
 ]
 """Headings of flags in `--help`."""
+GENERATED_ITEMS = "generated"
+"""Value of `eval --choices` for items made from the text."""

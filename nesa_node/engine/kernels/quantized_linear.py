@@ -8,7 +8,7 @@ largest absolute value. Inputs are not quantized, unlike in LLM.int8(): `docs/de
 why. nf4 is that of QLoRA without double quantization: two weights share a byte, 64 a scale, their
 absolute maximum: 4.5 bits each. bitsandbytes' nf4 kernels run on CUDA.
 
-On the CPU machine code computes (`native/quantized_matmul.py`): small batches read quantized
+On the CPU machine code computes (`native/matmul.py`): small batches read quantized
 weights directly, for large ones they are dequantized first. Elsewhere torch dequantizes the whole
 layer. Time for 8 million weights on one core of a Xeon with AVX-512 and AMX:
 

@@ -132,8 +132,8 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
     ) -> NodeRecord | Notice:
         """Validate and parse a statement in hivemind's four fields. Raises `RecordError`.
 
-        Reasons beside those of `unseal`: unwanted (no subkey), subkey (not the signer's), key,
-        expiry, stale, and too_soon (for kinds of notices with a minimum interval).
+        Reasons beside those of `open_statement`: unwanted (no subkey), subkey (not the signer's),
+        key, expiry, stale, and too_soon (for kinds of notices with a minimum interval).
         """
         if subkey in DHTProtocol.RESERVED_SUBKEYS:
             raise RecordError("unwanted", "only records under a peer's own subkey are kept")

@@ -1,7 +1,7 @@
 """Estimates for pairs without a measurement, from the measured pairs.
 
 The prior of a pair is one of two: the time of light along the great circle, stretched, plus both
-access links (`fit_heights`); or the distance of network coordinates (`vivaldi`), which start at the
+access links (`fit_heights`); or the distance of network coordinates (Vivaldi), which start at the
 known locations. Measured pairs nearby correct it (`smooth_corrections`). Pairs with an unknown
 location use coordinates; otherwise a trial on held-out measured pairs decides. Measured pairs stay
 as they are, and no estimate is faster than light.
