@@ -15,7 +15,7 @@ from tests.cli.test_app import nesa_node
 @pytest.mark.parametrize(
     "interrupted",
     [
-        "with interrupts.leaving_at_once(): os.kill(os.getpid(), signal.SIGINT)",
+        "with interrupts.exit_on_interrupt(): os.kill(os.getpid(), signal.SIGINT)",
         "app.app = fail; app.main()",
     ],
     ids=["among imports", "in a command"],

@@ -40,7 +40,7 @@ class Directory:
             raise SwarmError("nobody answers")
         return self.records
 
-    def withdrawn(self) -> list[NodeRecord]:
+    def withdrawn_records(self) -> list[NodeRecord]:
         return self.gone
 
     def addresses(self, model: Any, num_blocks: int) -> dict[str, tuple[str, ...]]:
@@ -50,7 +50,7 @@ class Directory:
         nodes = tuple(record.node_state() for record in self.records)
         return Snapshot(model, BLOCKS, nodes, NOW)
 
-    def measured(self, snapshot: Snapshot) -> dict[Any, Any]:
+    def measured_links(self, snapshot: Snapshot) -> dict[Any, Any]:
         return {node.peer_id: () for node in snapshot.nodes}
 
 
@@ -169,7 +169,11 @@ async def test_thousands_of_records_are_taken_in_beside_the_event_loop(
 
         return called
 
-    for name, method in (("look", look), ("tick", tick), ("measure", measure)):
+    for name, method in (
+        ("update_records", look),
+        ("advance_time", tick),
+        ("update_links", measure),
+    ):
         monkeypatch.setattr(seen.board, name, noted(method))
     seen.swarm.directory.records = [record("a"), record("b", (4, 12))]
     async with running(seen):
@@ -196,7 +200,7 @@ async def test_time_does_not_pass_while_a_look_is_taken_in(
         return called
 
     monkeypatch.setattr(module, "TICK_INTERVAL_S", 0.001)
-    for name in ("look", "tick", "measure"):
+    for name in ("update_records", "advance_time", "update_links"):
         monkeypatch.setattr(seen.board, name, slow(name, getattr(seen.board, name)))
     seen.swarm.directory.records = [record("a")]
     async with running(seen):

@@ -28,7 +28,7 @@ class Product:
     def __init__(self, wide: int) -> None:
         self._tokens = wide * TILE_TOKENS
 
-    def job(
+    def bind(
         self,
         weight: int,
         room: int,

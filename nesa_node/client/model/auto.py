@@ -270,7 +270,7 @@ def open_model(
         tokenizer = load(folder)
     model = build_connected_model(
         checkpoint,
-        ConnectionOptions.from_config(config),
+        ConnectionOptions.from_settings(config),
         dtype=dtype,
         device=device,
         prefix_salt=choose_prefix_salt(config.reuse_prefix, None),

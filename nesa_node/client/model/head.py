@@ -10,7 +10,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -90,10 +90,10 @@ class HeadBatcher:
     """Batched version of `compute` ([T, D] -> [T, V], row by row) for all sessions of a model.
 
     Threads call it for logits, coroutines call `choose_next`. A thread that is alone computes by
-    itself; otherwise calls queue up for one worker thread, which computes them together. The first
-    of a burst waits briefly for as many calls as recent bursts had. An error is raised only in the
-    caller that caused it. Results may differ in their last bits from those of `compute` alone, as
-    they do with the number of rows.
+    itself; otherwise calls queue up for one worker thread, which computes them together: one of the
+    loop's executor if the first call is a coroutine's. The first of a burst waits briefly for as
+    many calls as recent bursts had. An error is raised only in the caller that caused it. Results
+    may differ in their last bits from those of `compute` alone, as they do with the number of rows.
     """
 
     def __init__(
@@ -111,8 +111,6 @@ class HeadBatcher:
         self._burst_sizes = deque([0, 0], maxlen=2)
         """Calls in the last two bursts, which end when no call waits: sessions form one microbatch
         or two."""
-        # Its thread ends once the batcher is collected: it also works after the model is closed.
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="nesa-head")
 
     def __call__(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Raises what `compute` raises. The result may share memory with other callers' results."""
@@ -124,7 +122,7 @@ class HeadBatcher:
             else:
                 call = _LogitsCall(hidden_TD, Future())
                 if self._queue(call):
-                    self._worker.submit(self._run_batches, 0)
+                    self._start_thread(0)
         if call is None:
             return self._compute_alone(hidden_TD)
         try:
@@ -144,7 +142,7 @@ class HeadBatcher:
         call = _NextTokenCall(hidden_1D, position, banned, loop.create_future())
         if self._queue(call):
             # Once the loop's other sessions with an output have queued their calls.
-            loop.call_soon(self._worker.submit, self._run_batches, 0)
+            loop.call_soon(loop.run_in_executor, None, self._run_batches, 0)
         try:
             return await call.done
         finally:
@@ -172,12 +170,16 @@ class HeadBatcher:
             self._compute_s = time.monotonic() - began
             with self._arrived:
                 if self._waiting:
-                    self._worker.submit(self._run_batches, 1)
+                    self._start_thread(1)
                 else:
                     self._end_burst(1)
 
+    def _start_thread(self, came: int) -> None:
+        """Compute the rest of a burst in a thread of its own, which ends with the burst."""
+        threading.Thread(target=self._run_batches, args=(came,), name="nesa-head").start()
+
     def _run_batches(self, came: int) -> None:
-        """In the worker thread: compute batches until no call waits. `came` counts the burst's
+        """In a worker thread: compute batches until no call waits. `came` counts the burst's
         calls so far.
         """
         while calls := self._take_batch(came):

@@ -74,7 +74,7 @@ class ConnectionOptions:
             )
 
     @classmethod
-    def from_config(cls, config: ClientConfig) -> Self:
+    def from_settings(cls, config: ClientConfig) -> Self:
         return cls(
             initial_peers=config.initial_peers,
             routing=config.route,

@@ -201,7 +201,11 @@ def test_a_file_without_an_end_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in ("cli.simulate_input", "cli.simulate_replay", "topology.swarm_file"):
+    for module in (
+        "cli.simulation.replay",
+        "cli.simulation.swarm_source",
+        "topology.simulation.swarm_file",
+    ):
         monkeypatch.setattr(f"nesa_node.{module}.MAX_BYTES", 1000)
     path = tmp_path / "pipe"
     os.mkfifo(path)

@@ -61,7 +61,7 @@ async def searching(
         return 1.0
 
     monkeypatch.setattr(replacements, "ping", ping)
-    swarm = SimpleNamespace(distances=SimpleNamespace(rtt_ms=lambda _: 1.0), transport=None)
+    swarm = SimpleNamespace(rtts=SimpleNamespace(rtt_ms=lambda _: 1.0), transport=None)
     known = KnownNodes(*answers_s)
     search = ReplacementSearch(swarm, None, known)  # type: ignore[arg-type]
     try:

@@ -92,7 +92,7 @@ async def test_the_line_is_kept_and_moves_on_when_somebody_leaves() -> None:
 
         tasks = [asyncio.create_task(come(number)) for number in range(5)]
         await asyncio.sleep(0)
-        with pytest.raises(BusyError, match="others of this process"):
+        with pytest.raises(BusyError, match="other sessions of this process"):
             async with line.slot(0.01):
                 pass
         line.notify_released()

@@ -20,10 +20,10 @@ async def test_of_many_holders_of_an_end_few_are_pinged(monkeypatch: pytest.Monk
     monkeypatch.setattr(distances, "ping_all", measure)
     swarm: Any = SimpleNamespace(
         identity=SimpleNamespace(peer_id=PeerId("client")),
-        directory=SimpleNamespace(measured=lambda _: {}),
+        directory=SimpleNamespace(measured_links=lambda _: {}),
         transport=SimpleNamespace(),
-        distances=distances,
-        speeds=LinkSpeeds(),
+        rtts=distances,
+        link_speeds=LinkSpeeds(),
     )
     first = [NodeState(PeerId(f"a{number}"), Span(0, 2)) for number in range(2 * MAX_PINGED)]
     last = [NodeState(PeerId(f"b{number}"), Span(2, 4)) for number in range(2 * MAX_PINGED)]

@@ -36,7 +36,7 @@ class Directory:
             raise self.error
         return f"{model_id} {num_blocks}"
 
-    async def glance_soon(self, _: ModelId) -> bool:
+    async def try_fetch_one(self, _: ModelId) -> bool:
         self.glances += 1
         return True
 

@@ -8,8 +8,8 @@ import pytest
 
 from nesa_node.topology.shape.filtration import make_filtration
 from nesa_node.topology.shape.network_shape import compute_shape, longest_loops
-from tests.topology.homology import reduction
-from tests.topology.homology.reduction import Simplex
+from tests.topology.shape import reduction
+from tests.topology.shape.reduction import Simplex
 
 EDGE = math.sqrt(3.0)  # of an equilateral triangle whose corners are 1 from its centre
 

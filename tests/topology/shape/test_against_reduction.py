@@ -11,7 +11,7 @@ from nesa_node.topology.shape.diagrams import PersistenceDiagram, betti_numbers
 from nesa_node.topology.shape.filtration import Filtration, make_filtration
 from nesa_node.topology.shape.merge_tree import merge_tree
 from nesa_node.topology.shape.network_shape import longest_loops, loop_diagram
-from tests.topology.homology import reduction
+from tests.topology.shape import reduction
 
 Matrix = NDArray[np.float64]
 

@@ -8,17 +8,17 @@ import pytest
 PROGRAM = """
 import time
 import numpy as np
-from nesa_node.topology.homology import backend
+from nesa_node.topology.shape import gudhi_backend
 from nesa_node.topology.shape.merge_tree import quantile_heights
-from nesa_node.topology.shape.features import features_of
+from nesa_node.topology.shape.features import compute_features
 from nesa_node.topology.shape.filtration import make_filtration
-from nesa_node.topology.shape.network_shape import shape_of
+from nesa_node.topology.shape.network_shape import compute_shape
 
 def peak_mb():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1e3
 
-backend.gudhi()
+gudhi_backend.load_gudhi()
 import scipy.special
 before = peak_mb()
 rng = np.random.default_rng(0)
@@ -27,8 +27,8 @@ weight_NN = np.empty((5000, 5000))
 for node, point in enumerate(point_N3):
     weight_NN[node] = np.sqrt(((point_N3 - point) ** 2).sum(axis=1))
 started = time.process_time()
-shape = shape_of(make_filtration(weight_NN))
-features_of(shape)
+shape = compute_shape(make_filtration(weight_NN))
+compute_features(shape)
 print(time.process_time() - started)
 quantile_heights(shape.tree)
 print(peak_mb() - before)
