@@ -154,7 +154,11 @@ def test_steps_that_are_not_alike_do_not(second: dict[str, Any], third: dict[str
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is done to steps: they are looked at, cut, or their tokens are copied."""
     done: list[str] = []
-    places = [(outbox_module, "_joined"), (outbox_module, "_is_wasteful"), (RowSegment, "within")]
+    places = [
+        (outbox_module, "_join_segments"),
+        (outbox_module, "_should_copy"),
+        (RowSegment, "clip"),
+    ]
     for where, name in places:
         original = getattr(where, name)
 
@@ -191,7 +195,7 @@ def test_a_step_that_is_cut_token_by_token_is_copied_a_few_times(looked_at: list
         outbox.truncate([length])
         model.rows[0].pop()
         assert 2 * kept_bytes(outbox) <= 3 * length * TOKEN_BYTES
-    assert looked_at.count("_joined") < 25
+    assert looked_at.count("_join_segments") < 25
 
 
 @pytest.mark.parametrize("sources", [None, [1, 0]])
