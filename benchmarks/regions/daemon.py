@@ -21,7 +21,6 @@ from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.devices import SpanThroughput, measure_throughput
 from nesa_node.server.node import daemon, served_span
-from nesa_node.server.node import served_span as speed
 from nesa_node.server.node.move_limiter import MoveLimiter
 
 
@@ -48,7 +47,7 @@ def unpin() -> None:
 
 def slow_down(by_s: float) -> None:
     patched: Any = ModelBlocks
-    for name in ("forward", "run"):
+    for name in ("forward", "forward_buffers"):
         setattr(patched, name, _later(getattr(patched, name), by_s))
 
 
@@ -69,9 +68,8 @@ def boast(factor: float) -> None:
             decode_tokens_per_s=factor * true.decode_tokens_per_s,
         )
 
-    for module in (served_span, speed):
-        patched: Any = module
-        patched.measure_throughput = measure
+    patched: Any = served_span
+    patched.measure_throughput = measure
 
 
 if __name__ == "__main__":
