@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.options import Options
-from nesa_node.core.settings.models import default_cache_dir
+from nesa_node.core.settings.declaration import default_cache_dir
 from nesa_node.engine.weights.demo_model import demo_model_path
 
 SHAPES: dict[str, dict[str, Any]] = {

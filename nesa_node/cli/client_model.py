@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from nesa_node.cli.interrupts import exit_on_interrupt
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.known_swarms import KnownSwarm, KnownSwarmStore
-from nesa_node.core.settings.models import ClientConfig, SharedConfig, default_known_swarms_dir
+from nesa_node.core.settings.declaration import default_known_swarms_dir
+from nesa_node.core.settings.models import ClientConfig, SharedConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

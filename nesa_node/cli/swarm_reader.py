@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nesa_node.core.settings.models import ClientConfig, SharedConfig, secret_text
+from nesa_node.core.settings.declaration import secret_text
+from nesa_node.core.settings.models import ClientConfig, SharedConfig
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.swarm.dht.member import FETCH_TIMEOUT_S
 from nesa_node.swarm.dht.records import NodeRecord

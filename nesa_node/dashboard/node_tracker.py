@@ -157,14 +157,14 @@ class NodeTracker:
         return events + self.advance_time(now)
 
     def record_ping(self, peer: PeerId, *, answered: bool) -> None:
-        """Record the result of a ping to `peer`; the next `tick` reports a change."""
+        """Record the result of a ping to `peer`; the next `advance_time` reports a change."""
         sighting = self._nodes.get(peer)
         if sighting is not None:
             sighting.has_answered = sighting.has_answered or answered
             sighting.is_silent = sighting.has_answered and not answered
 
     def record_failure(self, peer: PeerId, at: float) -> None:
-        """Record that `peer` failed a session of this process; the next `tick` reports it."""
+        """Record that `peer` failed a session of this process; `advance_time` reports it."""
         sighting = self._nodes.get(peer)
         if sighting is not None and at > (sighting.failed_at or 0.0):
             sighting.failed_at = at

@@ -174,7 +174,7 @@ class SwarmObserver:
         self._poll_interval_s = poll_interval_s
         self._clock = clock
         self._state_lock = asyncio.Lock()
-        """Held while the board changes in a thread: large swarms would block the event loop."""
+        """Held while the state changes in a thread: large swarms would block the event loop."""
         self._published_version = -1
 
     async def run(self) -> None:
@@ -286,7 +286,7 @@ class SwarmObserver:
         placements = await self._swarm.notices.fetch(PlacementNotice, model.model_id)
         async with self._state_lock:
             self._state.report_placements(placements, self._clock())
-        # Check the board's count first: a snapshot of thousands of nodes blocks the event loop.
+        # Check the state's count first: a snapshot of thousands of nodes blocks the event loop.
         if not self._topologies.observes(model.model_id) or model.nodes > MAX_TOPOLOGY_NODES:
             return
         snapshot = self._swarm.directory.snapshot(model.model_id)

@@ -238,7 +238,7 @@ class DashboardState:
         return self.sections.version != known
 
     def record_ping(self, peer: PeerId, *, answered: bool) -> None:
-        """Record the result of a ping; the next tick reports a change."""
+        """Record the result of a ping; the next `advance_time` reports a change."""
         self._tracker.record_ping(peer, answered=answered)
 
     def update_links(self, model: ModelId, links: LinksSummary) -> None:

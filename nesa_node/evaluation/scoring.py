@@ -1,17 +1,16 @@
 """Log-likelihoods of tokens, computed through a session; the basis of all measures.
 
-S scored tokens of a row, T of all rows, R of one chunk of logits, D hidden, V vocabulary.
-
 Tokenization of texts, and of contexts with continuations to score.
 
 Perplexity of a text, with each token predicted once from a window of the tokens before it.
-
-N scored tokens.
 
 Paired significance tests of two runs over the same texts and items.
 
 Items are easy or hard for both runs alike, so that the differences are far less uncertain than the
 two results.
+
+S scored tokens of a row, T of all rows, R of one chunk of logits, D hidden, V vocabulary, N scored
+tokens.
 """
 
 from __future__ import annotations

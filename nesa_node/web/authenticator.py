@@ -20,8 +20,9 @@ from starlette.types import Scope
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.http_address import HttpAddress
-from nesa_node.core.settings.models import AccessConfig, secret_text
+from nesa_node.core.settings.models import AccessConfig
 from nesa_node.web.key_store import KeyLimits, KeyStore, StoredKey, key_digest
 from nesa_node.web.origin_policy import is_own_page_request
 from nesa_node.web.problem import HttpProblem

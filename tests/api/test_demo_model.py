@@ -17,7 +17,7 @@ from nesa_node.api.generation.job import Job, SamplingParams
 from nesa_node.api.generation.tokenization import REPLACEMENT
 from nesa_node.api.models.served_model import ServedModel
 from nesa_node.core.ids import ModelId
-from nesa_node.core.settings.models import default_cache_dir
+from nesa_node.core.settings.declaration import default_cache_dir
 from nesa_node.engine.weights.demo_model import demo_model_path
 from nesa_node.engine.weights.tokenizer import load_tokenizer
 from tests.api.served import answer, outcome

@@ -39,7 +39,8 @@ from nesa_node.core.decision_log import LoggedDecision
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.known_swarms import KnownSwarmStore
-from nesa_node.core.settings.models import ClientConfig, default_known_swarms_dir
+from nesa_node.core.settings.declaration import default_known_swarms_dir
+from nesa_node.core.settings.models import ClientConfig
 from nesa_node.core.span import Span, split_evenly
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.topology.links.matrix import MeasuredLink, pack_links, peer_digest

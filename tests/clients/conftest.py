@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from nesa_node.core.settings.models import default_cache_dir
+from nesa_node.core.settings.declaration import default_cache_dir
 from nesa_node.engine.weights.demo_model import demo_model_path
 from tests.clients.live_gateway import LiveGateway, live_gateway
 from tests.clients.local_answers import LocalAnswers

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nesa_node.compression.tensors import decode, encode
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.models import default_cache_dir
+from nesa_node.core.settings.declaration import default_cache_dir
 from nesa_node.engine.weights.demo_model import demo_model_path
 from nesa_node.evaluation.texts import BIBLE, read_text
 from tests.compression.error_bounds import error_bound

@@ -132,7 +132,7 @@ def test_rows_come_one_by_one_and_only_with_what_is_asked_for(words_model: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_model_reads_english_and_loses_little_by_8_bits(tmp_path: Path) -> None:
-    from nesa_node.core.settings.models import default_cache_dir
+    from nesa_node.core.settings.declaration import default_cache_dir
     from nesa_node.engine.weights.hub import open_checkpoint
     from nesa_node.evaluation.cells import LocalModels
 

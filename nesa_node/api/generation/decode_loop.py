@@ -1,12 +1,10 @@
 """Generation of one job: prefill of the prompt, then decode steps of all choices together.
 
-N choices, T tokens, D hidden, V vocabulary.
-
 Decoding state of one choice of a job.
 
-V vocabulary.
-
 Tokenizer data of a model that all answers share.
+
+N choices, T tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations

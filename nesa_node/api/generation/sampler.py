@@ -1,14 +1,10 @@
 """Sampling of the next token of one choice.
 
-V vocabulary, K candidates.
-
 Adjustments of logits before sampling: penalties, and biases of the request.
-
-V vocabulary, K adjusted tokens.
 
 Log probabilities of tokens, before temperature and truncation, as OpenAI reports them.
 
-T tokens, V vocabulary, K likeliest tokens.
+T tokens, V vocabulary, K tokens: candidates, adjusted or likeliest ones.
 """
 
 from __future__ import annotations

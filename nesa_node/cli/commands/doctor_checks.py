@@ -32,7 +32,8 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.known_swarms import KnownSwarmStore
-from nesa_node.core.settings.models import ClientConfig, default_known_swarms_dir, secret_text
+from nesa_node.core.settings.declaration import default_known_swarms_dir, secret_text
+from nesa_node.core.settings.models import ClientConfig
 from nesa_node.swarm.dht.sealing import CLOCK_SKEW_S
 
 FindingLevel = Literal["ok", "warn", "fail"]

@@ -248,7 +248,7 @@ def _open_checkpoint(
     """Open checkpoint and tokenizer, and return a config that names the model."""
     from transformers.utils import logging as transformers_logging
 
-    from nesa_node.core.settings.models import secret_text
+    from nesa_node.core.settings.declaration import secret_text
     from nesa_node.engine.kernels.threads import fix_threads
     from nesa_node.engine.weights.demo_model import demo_model_path
     from nesa_node.engine.weights.hub import open_checkpoint

@@ -31,7 +31,7 @@ def explain(
 ) -> int:
     """Show the last routing and placement decisions of this user, their costs and alternatives."""
     from nesa_node.core.decision_log import DecisionLog
-    from nesa_node.core.settings.models import default_decisions_path
+    from nesa_node.core.settings.declaration import default_decisions_path
 
     log = DecisionLog(default_decisions_path())
     found = log.recent(MAX_LISTED if as_json else MAX_READ) if name is None else log.find(name)

@@ -22,12 +22,12 @@ from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.client.session.base import SALT_BYTES, Connect, SwarmConnection
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.settings.choices import Precision, RouteName, StrategyName
-from nesa_node.core.settings.models import (
-    ClientConfig,
+from nesa_node.core.settings.declaration import (
     default_cache_dir,
     default_decisions_path,
     secret_text,
 )
+from nesa_node.core.settings.models import ClientConfig
 from nesa_node.core.settings.peer_address import parse_peer_address
 from nesa_node.core.settings.user_file import user_path
 from nesa_node.core.span import Span

@@ -1,10 +1,8 @@
 """transformers' `generate` over sessions of a swarm.
 
-B rows, L columns.
-
 Cache object for transformers' `past_key_values`: column counts here, keys and values on nodes.
 
-B rows, L new columns, C all columns, V vocabulary.
+B rows, L columns, C all columns, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Checks of options of `generate` and `forward`: unsupported ones, and plain greedy search.
 
-V vocabulary.
-
 Stop condition of greedy decoding, where it depends on token ids and lengths only.
 
 V vocabulary.

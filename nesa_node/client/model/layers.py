@@ -1,18 +1,14 @@
 """Sessions made of several sessions over consecutive spans, in the client or the swarm.
 
-T packed tokens, D hidden.
-
 Hidden states between blocks, computed by one short session per part of the model.
 
 Nodes send only what the last block of a session returns, but a session may cover any part of a
 node's span. Each part that ends at a wanted hidden state has a session of its own, closed before
 the next one opens: a session never holds cache while another waits for it.
 
-T packed tokens, D hidden.
-
 Packing of padded batches into tokens to send, and unpacking of the results.
 
-B rows, L columns of new tokens, T packed tokens, K kept columns, D hidden, V vocabulary.
+T packed tokens, D hidden, B rows, L columns of new tokens, K kept columns, V vocabulary.
 """
 
 from __future__ import annotations

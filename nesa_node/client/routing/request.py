@@ -11,11 +11,8 @@ from nesa_node.compression.codecs import EXACT, check_quality
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.settings.choices import Precision, RouteName, StrategyName
-from nesa_node.core.settings.models import (
-    ClientConfig,
-    default_decisions_path,
-    secret_text,
-)
+from nesa_node.core.settings.declaration import default_decisions_path, secret_text
+from nesa_node.core.settings.models import ClientConfig
 from nesa_node.core.span import Span
 from nesa_node.swarm.protocol.messages import Prefix
 

@@ -1,19 +1,17 @@
 """Protocols of sessions and of connections that open them.
 
-T packed tokens, D hidden.
-
 Replacements of nodes in a running session.
 
 Prefix-cache keys of a session: salted digests of its prompts' pages.
 
 Nodes see only digests. Without the salt, which they never see, prompts cannot be guessed by trial.
 
-T packed tokens, D hidden.
-
 Start positions of a session's rows: tokens that nodes reuse from their prefix caches.
 
 No sender keeps outputs of reused tokens, so that a node which joins later and holds fewer of them
 cannot be filled by its neighbour: then all nodes go back to what that node holds.
+
+T packed tokens, D hidden.
 """
 
 from __future__ import annotations

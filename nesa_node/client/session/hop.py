@@ -260,7 +260,7 @@ class HopLink:
             raise PeerUnreachableError(str(error)) from error
 
     async def probe(self, nonce: int, now: float) -> None:
-        """Send a ping without waiting for its answer, which becomes `report`.
+        """Send a ping without waiting for its answer, which becomes `probe_report`.
 
         `received_bytes` shows that the node answered. A node does not read the session's stream
         while it executes a request: then the ping goes over a separate stream, and there is no

@@ -351,7 +351,7 @@ class RemoteSession:
                 await self._recover()
 
     async def _recover(self, *, reopen: bool = False) -> None:
-        """Repair the chain; `anew` opens the session again at every node."""
+        """Repair the chain; `reopen` opens the session again at every node."""
         self.recoveries += 1
         began, before = time.monotonic(), self.hops
         failed = {link.hop.peer_id for link in self._route.links if link.is_lost}

@@ -3,8 +3,6 @@
 In a chain, steps enter at the first hop and their outputs leave the last. In a star each hop is a
 stage of its own: while one step is at the second hop, the next is at the first.
 
-T packed tokens, D hidden.
-
 Split of a long step into chunks, so that all hops of a chain compute at the same time.
 
 T packed tokens, D hidden.

@@ -18,16 +18,12 @@ environment, TOML file, defaults. One file or environment can serve every comman
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nesa_node.core.settings.choices import (
     DtypeName,
-    FlagGroup,
     LogFormat,
     LogLevel,
     PlacementGoal,
@@ -36,6 +32,15 @@ from nesa_node.core.settings.choices import (
     RouteName,
     SamplingDefaults,
     StrategyName,
+)
+from nesa_node.core.settings.declaration import (
+    check_loopback,
+    default_cache_dir,
+    default_decisions_path,
+    default_identity_path,
+    default_keys_path,
+    default_snapshots_dir,
+    setting,
 )
 from nesa_node.core.settings.field_types import (
     AnnouncedAddresses,
@@ -63,77 +68,13 @@ from nesa_node.core.settings.field_types import (
     Secret,
     ValueFormat,
 )
-from nesa_node.core.settings.http_address import HttpAddress
-from nesa_node.core.settings.user_file import user_path
 
 MAX_RECORD_TTL_S = 600.0
 """Longest lifetime of a DHT record, in seconds: members of the DHT refuse longer ones."""
 
 
-def default_cache_dir() -> Path:
-    return _user_dir("XDG_CACHE_HOME", "~/.cache")
-
-
-def default_decisions_path() -> Path:
-    return _state_dir() / "decisions.db"
-
-
-def default_snapshots_dir() -> Path:
-    return _state_dir() / "snapshots"
-
-
-def default_keys_path() -> Path:
-    return _state_dir() / "keys.json"
-
-
-def default_known_swarms_dir() -> Path:
-    return _state_dir() / "swarms"
-
-
-def default_identity_path() -> Path:
-    return _user_dir("XDG_CONFIG_HOME", "~/.config") / "identity.key"
-
-
-def _state_dir() -> Path:
-    return _user_dir("XDG_STATE_HOME", "~/.local/state")
-
-
-def _user_dir(variable: str, default: str) -> Path:
-    """Our folder in that of the XDG base directory specification."""
-    return Path(os.environ.get(variable) or user_path(default)) / "nesa-node"
-
-
-def setting(
-    default: object | Callable[[], object],
-    group: FlagGroup,
-    text: str,
-    *,
-    basic: bool = False,
-    default_text: str | None = None,
-    alias: str | None = None,
-) -> Any:
-    """A field that is a flag, too: `text` is its help, `group` its heading there.
-
-    `basic` flags are in the short help. `default_text` replaces the default that help shows.
-    """
-    flag = {"group": group, "basic": basic, "default_text": default_text, "alias": alias}
-    if callable(default):
-        return Field(default_factory=default, description=text, json_schema_extra=dict(flag))
-    return Field(default, description=text, json_schema_extra=dict(flag))
-
-
 def _log_level(default: LogLevel) -> Any:
     return setting(default, "Output", "", basic=True, default_text="info for daemons, else warning")
-
-
-def _check_loopback(name: str, address: str | None, example: str, *, allowed: bool) -> None:
-    """Raise `ValueError` if other machines could reach an unprotected server at `address`."""
-    if address is None or HttpAddress.parse(address).is_loopback or allowed:
-        return
-    raise ValueError(
-        f"{name} {address} can be reached from other machines, without a password; give a loopback "
-        f"address such as {example}, or set {name}_beyond_loopback"
-    )
 
 
 class SharedConfig(BaseModel):
@@ -205,7 +146,7 @@ class MetricsConfig(SharedConfig):
 
     @model_validator(mode="after")
     def _check_metrics_address(self) -> Self:
-        _check_loopback(
+        check_loopback(
             "metrics", self.metrics, "127.0.0.1:9400", allowed=self.metrics_beyond_loopback
         )
         return self
@@ -449,7 +390,7 @@ class OrchestratorConfig(PeerConfig):
 
     @model_validator(mode="after")
     def _check_page_address(self) -> Self:
-        _check_loopback("http", self.http, "127.0.0.1:8080", allowed=self.http_beyond_loopback)
+        check_loopback("http", self.http, "127.0.0.1:8080", allowed=self.http_beyond_loopback)
         return self
 
 
@@ -541,8 +482,3 @@ ALL_CONFIGS: tuple[type[SharedConfig], ...] = (
     AccessConfig,
 )
 SECRET_FIELDS = frozenset({"api_key", "token", "swarm_key"})
-
-
-def secret_text(value: SecretStr | None) -> str | None:
-    """The secret as plain text."""
-    return None if value is None else value.get_secret_value()

@@ -18,21 +18,15 @@ torch as weight x tokens:
 | gemv | 11.4 | 10.5 | 10.7 | 9.9 | - | - |
 | torch | 6.2 | 6.7 | 7.8 | 10.9 | 9.9 | 7.1 |
 
-T tokens, I inputs, O outputs.
-
 Matrix products for decoding: weights [O, I] times few tokens.
 
 Decoding reads every weight once per step, so that memory bandwidth bounds it. These kernels read a
 weight in memory order and prefetch far ahead. A token's result has the same bits for any batch.
 
-T tokens, I inputs, O outputs, R rows of weights.
-
 Products in bfloat16 for up to 32 tokens, by AMX.
 
 They read a weight once for all tokens, at memory bandwidth for up to 16. A token's result has the
 same bits for any batch.
-
-T tokens, I inputs, O outputs.
 
 Products of many tokens with quantized weights, dequantized in chunks of rows.
 

@@ -1,10 +1,8 @@
 """A loaded span of a model's blocks, and the input and output buffers of a step.
 
-T packed tokens of all rows in a step, L tokens of one row, D hidden.
-
 Input and output buffers of a step through a span.
 
-T packed tokens, D hidden.
+T packed tokens of all rows in a step, L tokens of one row, D hidden.
 """
 
 from __future__ import annotations

@@ -4,14 +4,12 @@ q, k and v are one product, gate and up another. A small step is bound by dispat
 a layer of hidden size 1024 with hardly any weights takes 0.37 ms instead of 0.53, and the decoder's
 own forward 0.07 ms instead of 0.29 (one busy core).
 
-T packed tokens, D hidden, Q query heads, H key/value heads, E head size, P positions.
-
 Compiled decoding of small batches through Llama-shaped layers.
 
 Beside reading weights, a small step costs dispatch: 5 to 30 us for each of torch's some thirty
 operations a layer. Here it is five kernels and four products (`compiled_step.py`).
 
-T tokens, D hidden, E head size, P positions.
+T packed tokens, D hidden, Q query heads, H key/value heads, E head size, P positions.
 """
 
 from __future__ import annotations

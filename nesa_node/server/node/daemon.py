@@ -15,7 +15,8 @@ from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry
-from nesa_node.core.settings.models import NodeConfig, OrchestratorConfig, PeerConfig, secret_text
+from nesa_node.core.settings.declaration import secret_text
+from nesa_node.core.settings.models import NodeConfig, OrchestratorConfig, PeerConfig
 from nesa_node.server.node.announcer import Announcer, NodeFacts
 from nesa_node.server.node.invitation import (
     check_ready_file,

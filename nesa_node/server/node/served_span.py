@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from nesa_node.core.logging import get_logger
-from nesa_node.core.settings.models import NodeConfig, secret_text
+from nesa_node.core.settings.declaration import secret_text
+from nesa_node.core.settings.models import NodeConfig
 from nesa_node.core.span import Span
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.kernels.threads import IdleCores

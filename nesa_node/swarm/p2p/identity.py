@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from nesa_node.core.errors import ConfigError, IdentityError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.core.settings.models import default_identity_path
+from nesa_node.core.settings.declaration import default_identity_path
 from nesa_node.core.settings.user_file import user_path
 
 log = get_logger(__name__)

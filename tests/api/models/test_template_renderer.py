@@ -309,7 +309,7 @@ async def test_a_model_that_the_operator_named_is_rendered_here(tokenizer: Any) 
 
 @pytest.mark.slow
 async def test_the_demo_model_s_template_makes_the_same(renderer: TemplateRenderer) -> None:
-    from nesa_node.core.settings.models import default_cache_dir
+    from nesa_node.core.settings.declaration import default_cache_dir
     from nesa_node.engine.weights.demo_model import demo_model_path
     from nesa_node.engine.weights.tokenizer import load_tokenizer
 

@@ -23,7 +23,8 @@ from nesa_node.cli.commands.chat import _Conversation
 from nesa_node.cli.text_generation import GenerationParams
 from nesa_node.core.errors import ContextLengthError, MissingBlocksError
 from nesa_node.core.known_swarms import KnownSwarmStore
-from nesa_node.core.settings.models import ClientConfig, default_known_swarms_dir
+from nesa_node.core.settings.declaration import default_known_swarms_dir
+from nesa_node.core.settings.models import ClientConfig
 from tests.cli.test_app import PEER
 from tests.cli.test_prompt import piped
 from tests.cli.tiny import write_tiny_model

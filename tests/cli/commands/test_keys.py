@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nesa_node.cli.app import run_command
-from nesa_node.core.settings.models import default_keys_path
+from nesa_node.core.settings.declaration import default_keys_path
 from nesa_node.web.key_store import KeyStore
 from tests.web.tiny_gateway import bearer, browser, gate
 

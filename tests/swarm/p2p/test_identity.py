@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from nesa_node.core.errors import ConfigError, IdentityError
 from nesa_node.core.ids import PeerId
-from nesa_node.core.settings.models import default_identity_path
+from nesa_node.core.settings.declaration import default_identity_path
 from nesa_node.swarm.p2p.identity import (
     Identity,
     base58_decode,
