@@ -130,7 +130,7 @@ def common(windows: Sequence[set[str]], share: float = MOST) -> set[str]:
 
 
 class Swarm:
-    """The processes of one checkout, in a folder that is removed at the end."""
+    """Processes of the checkout `root`, in a folder that is removed at the end."""
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
         # Paths of unix sockets must stay below 108 bytes.
@@ -142,9 +142,9 @@ class Swarm:
         config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | CHANGES), "utf-8")
         (self.folder / "tiny" / "generation_config.json").unlink()
         self.join: tuple[str, ...] = ()
+        self.root = root
         self._stack = stack
         self._environment = {k: v for k, v in os.environ.items() if not k.startswith("NESA_")} | {
-            "PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent / 'hook'}",
             "WALKS_FOLDER": str(self.folder / "windows"),
             "TMPDIR": str(self.folder),
             "XDG_STATE_HOME": str(self.folder / "state"),
@@ -156,7 +156,9 @@ class Swarm:
         with (self.folder / f"{name}.log").open("wb") as log:
             channels: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             argv = [sys.executable, *arguments]
-            popen = subprocess.Popen(argv, cwd=self.folder, env=self._environment, **channels)
+            path = f"{self.root}{os.pathsep}{Path(__file__).parent / 'hook'}"
+            environment = self._environment | {"PYTHONPATH": path}
+            popen = subprocess.Popen(argv, cwd=self.folder, env=environment, **channels)
         process = Process(popen, self.folder, name)
         self._stack.callback(process.stop)
         return process
