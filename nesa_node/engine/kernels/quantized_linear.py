@@ -107,7 +107,9 @@ class QuantizedLinear(nn.Module, ABC):
         self.bias: nn.Parameter | None = bias_O
         self._dtype = dtype
         self._zeros_O = torch.zeros(self.out_features, dtype=torch.float32, device=levels.device)
-        self._max_few_tokens = GEMV_MAX_TOKENS
+        self._product_scales = self._make_product_scales(scales)
+        # Machine code dequantizes any rows, and multiplies whole blocks of nf4.
+        self._max_few_tokens = 0 if self.in_features % BLOCK_SIZE else GEMV_MAX_TOKENS
         self._functions = self._compile_functions() if self._is_code_supported() else None
 
     @classmethod
@@ -143,8 +145,8 @@ class QuantizedLinear(nn.Module, ABC):
     def _is_code_supported(self) -> bool: ...
 
     @abstractmethod
-    def _product_fields(self, *pointers: int) -> tuple[int, ...]:
-        """Fields of a product, with the addresses of input, bias and output."""
+    def _make_product_scales(self, scales: Tensor) -> tuple[Tensor, ...]:
+        """Return the float32 tensors that products read beside the levels."""
 
     @abstractmethod
     def _dequantize_fields(self, start: int, weight_RI: Tensor) -> tuple[int, ...]:
@@ -158,8 +160,16 @@ class QuantizedLinear(nn.Module, ABC):
         bias_O = self._zeros_O if self.bias is None else self.bias.float()
         wide_TI = input_TI.float().contiguous()
         output_TO = torch.empty(len(input_TI), self.out_features, dtype=input_TI.dtype)
-        pointers = wide_TI.data_ptr(), bias_O.data_ptr(), output_TO.data_ptr()
-        product(*self._product_fields(*pointers), threads=torch.get_num_threads())
+        product(
+            self.levels.data_ptr(),
+            wide_TI.data_ptr(),
+            bias_O.data_ptr(),
+            output_TO.data_ptr(),
+            self.in_features,
+            self.out_features,
+            *(scales.data_ptr() for scales in self._product_scales),
+            threads=torch.get_num_threads(),
+        )
         return output_TO
 
     def _multiply_many(self, unpack: NativeFunction, input_TI: Tensor) -> Tensor:
@@ -185,32 +195,22 @@ class Int8Linear(QuantizedLinear):
 
     _code_name = "int8"
 
-    def __init__(
-        self,
-        levels_OI: Tensor,
-        scales_O: Tensor,
-        shape: Sequence[int],
-        bias_O: nn.Parameter | None,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(levels_OI, scales_O, shape, bias_O, dtype)
-        self._level_sizes_O = scales_O / MAX_LEVEL
-
     def dequantize(self, dtype: torch.dtype) -> Tensor:
+        [level_sizes_O] = self._product_scales
         weight_OI = torch.empty(self.levels.shape, dtype=dtype, device=self.levels.device)
-        return torch.mul(self.levels, self._level_sizes_O.unsqueeze(1), out=weight_OI)
+        return torch.mul(self.levels, level_sizes_O.unsqueeze(1), out=weight_OI)
 
     def _is_code_supported(self) -> bool:
         return supports_gemv(self.levels)
 
-    def _product_fields(self, *pointers: int) -> tuple[int, ...]:
-        sizes = self.in_features, self.out_features
-        return self.levels.data_ptr(), *pointers, *sizes, self._level_sizes_O.data_ptr()
+    def _make_product_scales(self, scales: Tensor) -> tuple[Tensor, ...]:
+        return (scales / MAX_LEVEL,)
 
     def _dequantize_fields(self, start: int, weight_RI: Tensor) -> tuple[int, ...]:
+        [level_sizes_O] = self._product_scales
         return (
             self.levels.data_ptr() + start * self.in_features,
-            self._level_sizes_O.data_ptr() + start * self._level_sizes_O.itemsize,
+            level_sizes_O.data_ptr() + start * level_sizes_O.itemsize,
             weight_RI.data_ptr(),
             self.in_features,
             len(weight_RI),
@@ -222,41 +222,30 @@ class Nf4Linear(QuantizedLinear):
 
     _code_name = "nf4"
 
-    def __init__(
-        self,
-        packed: Tensor,
-        absmax_N: Tensor,
-        shape: Sequence[int],
-        bias_O: nn.Parameter | None,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(packed, absmax_N, shape, bias_O, dtype)
-        self._codebook = torch.tensor(CODEBOOK, dtype=torch.float32, device=packed.device)
-        if self.in_features % BLOCK_SIZE:
-            self._max_few_tokens = 0
-
     def forward(self, input: Tensor) -> Tensor:
         if self.levels.device.type == "cuda":
             return self._multiply_with_bitsandbytes(input)
         return super().forward(input)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
+        scales_N, codebook = self._product_scales
         halves = torch.stack((self.levels >> 4, self.levels & 15), dim=-1)
-        blocks = self._codebook[halves.view(-1, BLOCK_SIZE).int()] * self.scales.unsqueeze(1)
+        blocks = codebook[halves.view(-1, BLOCK_SIZE).int()] * scales_N.unsqueeze(1)
         return blocks.to(dtype).view(self.out_features, self.in_features)
 
     def _is_code_supported(self) -> bool:
         return self.levels.device.type == "cpu"
 
-    def _product_fields(self, *pointers: int) -> tuple[int, ...]:
-        weight = self.levels.data_ptr(), self.scales.data_ptr(), self._codebook.data_ptr()
-        return *weight, *pointers, self.in_features, self.out_features
+    def _make_product_scales(self, scales: Tensor) -> tuple[Tensor, ...]:
+        codebook = torch.tensor(CODEBOOK, dtype=torch.float32, device=scales.device)
+        return scales, codebook
 
     def _dequantize_fields(self, start: int, weight_RI: Tensor) -> tuple[int, ...]:
+        scales_N, codebook = self._product_scales
         return (
             self.levels.data_ptr() + start * self.in_features // 2,
-            self.scales.data_ptr() + start * self.in_features // BLOCK_SIZE * self.scales.itemsize,
-            self._codebook.data_ptr(),
+            scales_N.data_ptr() + start * self.in_features // BLOCK_SIZE * scales_N.itemsize,
+            codebook.data_ptr(),
             weight_RI.data_ptr(),
             weight_RI.numel() // BLOCK_SIZE,
         )
@@ -265,10 +254,11 @@ class Nf4Linear(QuantizedLinear):
         # Lazy: the import takes seconds and 120 MB, and where the package `kernels` is installed it
         # runs code from the hub.
         bitsandbytes: Any = import_module("bitsandbytes")
+        scales_N, codebook = self._product_scales
         state = bitsandbytes.functional.QuantState(
-            absmax=self.scales,
+            absmax=scales_N,
             shape=torch.Size((self.out_features, self.in_features)),
-            code=self._codebook,
+            code=codebook,
             blocksize=BLOCK_SIZE,
             quant_type="nf4",
             dtype=input.dtype,
@@ -338,7 +328,9 @@ def is_quantizable(module: nn.Module) -> bool:
 
 def compute_quantized_bytes(module: nn.Module, quant_type: QuantType) -> int:
     """Return the bytes of the layer's quantized weight. Raises `UnsupportedModelError`."""
-    outputs, inputs = _weight_shape(module)
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    outputs, inputs = reversed(weight.shape) if isinstance(module, Conv1D) else weight.shape
     if quant_type == "int8":
         return outputs * (inputs + torch.float32.itemsize)
     if outputs * inputs % BLOCK_SIZE or inputs % 2:
@@ -365,15 +357,8 @@ def make_quantized_linear(
     """
     weight_OI = weight.t() if isinstance(module, Conv1D) else weight
     bias_O = module.bias if isinstance(module.bias, nn.Parameter) else None
-    if quant_type == "int8":
-        levels, scales = quantize_int8(weight_OI)
-        return Int8Linear(levels.to(device), scales.to(device), weight_OI.shape, bias_O, dtype)
-    levels, scales = quantize_nf4(weight_OI)
-    return Nf4Linear(levels.to(device), scales.to(device), weight_OI.shape, bias_O, dtype)
-
-
-def _weight_shape(module: nn.Module) -> tuple[int, int]:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    rows, columns = weight.shape
-    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+    kind, quantize = (
+        (Int8Linear, quantize_int8) if quant_type == "int8" else (Nf4Linear, quantize_nf4)
+    )
+    levels, scales = quantize(weight_OI)
+    return kind(levels.to(device), scales.to(device), weight_OI.shape, bias_O, dtype)

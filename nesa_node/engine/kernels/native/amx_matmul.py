@@ -52,60 +52,40 @@ def amx_matmul(dtype: str, token_tiles: int, processor: Processor) -> ir.Module:
     sums = _allocate_on_stack(code, WEIGHT_TILES * token_tiles * TILE_BYTES)
     code.configure_tiles()
     inputs, outputs = code.int_field(NUM_INPUTS_FIELD), code.int_field(NUM_OUTPUTS_FIELD)
-    first, end, _ = code.thread_range(outputs, ROWS_PER_BLOCK)
-    latest = at.sub(outputs, I64(ROWS_PER_BLOCK))
     row_bytes = at.mul(inputs, I64(2))
-
-    def block(row: ir.Value) -> None:
-        begin = at.select(at.icmp_signed("<", row, latest), row, latest)
+    with code.for_each_block(outputs, ROWS_PER_BLOCK) as begin:
         weights = code.address(code.pointer_field(WEIGHT_FIELD), at.mul(begin, inputs))
         following = code.address(weights, at.mul(inputs, I64(ROWS_PER_BLOCK)))
         for tile in range(WEIGHT_TILES * token_tiles):
             code.call_tile_instruction("tilezero", tile)
-
-        def multiply(index: ir.Value) -> None:
+        with code.for_each(inputs, TILE_INPUTS) as index:
             of_tokens = code.address(
                 code.pointer_field(INPUT_PAIRS_FIELD), index, TILE_ROWS * token_tiles * 2
             )
             for column in range(token_tiles):
-                place = code.address(of_tokens, I64(column * TILE_LINE_BYTES), 1)
+                place = code.address(of_tokens, column * TILE_LINE_BYTES, 1)
+                line_bytes = I64(TILE_LINE_BYTES * token_tiles)
                 code.call_tile_instruction(
-                    "tileloadd64",
-                    FIRST_INPUT_TILE + column,
-                    place,
-                    I64(TILE_LINE_BYTES * token_tiles),
+                    "tileloadd64", FIRST_INPUT_TILE + column, place, line_bytes
                 )
             for tall in range(WEIGHT_TILES):
+                weight_tile = FIRST_WEIGHT_TILE + tall
                 place = code.address(weights, at.add(index, at.mul(inputs, I64(tall * TILE_ROWS))))
-                code.call_tile_instruction(
-                    "tileloadd64", FIRST_WEIGHT_TILE + tall, place, row_bytes
-                )
+                code.call_tile_instruction("tileloadd64", weight_tile, place, row_bytes)
                 for column in range(token_tiles):
+                    sum_tile = tall * token_tiles + column
                     code.call_tile_instruction(
-                        "tdpbf16ps",
-                        tall * token_tiles + column,
-                        FIRST_WEIGHT_TILE + tall,
-                        FIRST_INPUT_TILE + column,
+                        "tdpbf16ps", sum_tile, weight_tile, FIRST_INPUT_TILE + column
                     )
             for line in range(ROWS_PER_BLOCK):
-                code.prefetch(
-                    code.address(
-                        following,
-                        at.add(at.mul(index, I64(ROWS_PER_BLOCK * 2)), I64(TILE_LINE_BYTES * line)),
-                        1,
-                    )
-                )
-
-        code.for_each(I64(0), inputs, TILE_INPUTS, multiply)
-        for tall in range(WEIGHT_TILES):
-            for column in range(token_tiles):
-                tile = tall * token_tiles + column
-                place = code.address(sums, I64(tile * TILE_BYTES), 1)
-                code.call_tile_instruction("tilestored64", tile, place, I64(TILE_LINE_BYTES))
-                rows = at.add(begin, I64(tall * TILE_ROWS))
-                _store_tile(code, place, rows, column * TILE_ROWS)
-
-    code.for_each(first, end, ROWS_PER_BLOCK, block)
+                ahead = at.mul(index, I64(ROWS_PER_BLOCK * 2))
+                code.prefetch(following, at.add(ahead, I64(TILE_LINE_BYTES * line)))
+        for tile in range(WEIGHT_TILES * token_tiles):
+            tall, column = divmod(tile, token_tiles)
+            place = code.address(sums, tile * TILE_BYTES, 1)
+            code.call_tile_instruction("tilestored64", tile, place, I64(TILE_LINE_BYTES))
+            rows = at.add(begin, I64(tall * TILE_ROWS))
+            _store_tile(code, place, rows, column * TILE_ROWS)
     code.release_tiles()
     return code.finish()
 
@@ -113,20 +93,17 @@ def amx_matmul(dtype: str, token_tiles: int, processor: Processor) -> ir.Module:
 def _store_tile(code: FunctionBuilder, sums: ir.Value, rows: ir.Value, first_token: int) -> None:
     """Add the bias to sums [16 rows, 16 tokens] and store them in the output."""
     at = code.ir_builder
-    bias = code.load_float32(code.address(code.pointer_field(BIAS_FIELD), rows, 4))
+    bias = code.load_float32(code.pointer_field(BIAS_FIELD), rows)
     tokens = at.sub(code.int_field(NUM_TOKENS_FIELD), I64(first_token))
     some = at.select(at.icmp_signed("<", tokens, I64(TILE_ROWS)), tokens, I64(TILE_ROWS))
-
-    def of_token(token: ir.Value) -> None:
+    with code.for_each(some) as token:
         values: ir.Value = ir.Constant(code.vector, ir.Undefined)
         for row in range(TILE_ROWS):
-            place = code.address(sums, at.add(token, I64(row * TILE_ROWS)), 4)
-            values = at.insert_element(values, code.load_float(place), I32(row))
+            number = code.load_float(sums, at.add(token, I64(row * TILE_ROWS)))
+            values = at.insert_element(values, number, I32(row))
         where = at.mul(at.add(token, I64(first_token)), code.int_field(NUM_OUTPUTS_FIELD))
-        place = code.address(code.pointer_field(OUTPUT_FIELD), at.add(where, rows))
-        code.store(at.fadd(values, bias), place)
-
-    code.for_each(I64(0), some, 1, of_token)
+        biased = at.fadd(values, bias)
+        code.store(biased, code.pointer_field(OUTPUT_FIELD), at.add(where, rows))
 
 
 def _allocate_on_stack(code: FunctionBuilder, size: int) -> ir.Value:

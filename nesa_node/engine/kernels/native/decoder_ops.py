@@ -24,31 +24,21 @@ def add_rms_norm(dtype: str, processor: Processor) -> ir.Module:
     at = code.ir_builder
     x, added, weight, out = (code.pointer_field(index) for index in range(4))
     tokens, size, epsilon = code.int_field(4), code.int_field(5), code.float_field(6)
-
-    def of_token(token: ir.Value) -> None:
+    with code.for_each(tokens) as token:
         start = at.mul(token, size)
-
-        def add(index: ir.Value, squares: list[ir.Value]) -> list[ir.Value]:
-            place = at.add(start, index)
+        with code.loop(size, code.vector_floats, [code.zeros]) as loop:
+            place = at.add(start, loop.index)
             where = code.address(x, place)
-            value = at.fadd(code.load(where), code.load(code.address(added, place)))
+            value = at.fadd(code.load(where), code.load(added, place))
             value = code.store_rounded(value, where)
-            return [code.multiply_add(value, value, squares[0])]
-
-        [squares] = code.loop(I64(0), size, code.vector_floats, [code.zeros], add)
-        mean = at.fdiv(code.horizontal_sum(squares), at.sitofp(size, FLOAT))
+            loop.values = [code.multiply_add(value, value, loop.values[0])]
+        mean = at.fdiv(code.horizontal_sum(loop.values[0]), at.sitofp(size, FLOAT))
         root = code.square_root(at.fadd(mean, epsilon))
         scale = code.broadcast(at.fdiv(at.extract_element(code.constant("one"), I64(0)), root))
-
-        def scaled(index: ir.Value) -> None:
+        with code.for_each(size, code.vector_floats) as index:
             place = at.add(start, index)
-            value = code.round_to_dtype(at.fmul(code.load(code.address(x, place)), scale))
-            value = at.fmul(value, code.load(code.address(weight, index)))
-            code.store(value, code.address(out, place))
-
-        code.for_each(I64(0), size, code.vector_floats, scaled)
-
-    code.for_each(I64(0), tokens, 1, of_token)
+            value = code.round_to_dtype(at.fmul(code.load(x, place), scale))
+            code.store(at.fmul(value, code.load(weight, index)), out, place)
     return code.finish()
 
 
@@ -67,18 +57,17 @@ def rope_and_store_kv(dtype: str, dim: int, processor: Processor) -> ir.Module:
     def turn(source: ir.Value, target: ir.Value, position: ir.Value) -> None:
         for part in range(0, half, code.vector_floats):
             places = [I64(part), I64(part + half)]
-            before = [code.load(code.address(source, place)) for place in places]
+            before = [code.load(source, place) for place in places]
             for place, value, other in zip(places, before, reversed(before), strict=True):
                 angle = at.add(at.mul(position, I64(dim)), place)
-                cosine = code.load(code.address(cosines, angle))
-                sine = code.load(code.address(sines, angle))
+                cosine, sine = code.load(cosines, angle), code.load(sines, angle)
                 turned = at.fadd(
                     code.round_to_dtype(at.fmul(value, cosine)),
                     code.round_to_dtype(at.fmul(other, sine)),
                 )
-                code.store(turned, code.address(target, place))
+                code.store(turned, target, place)
 
-    def of_token(token: ir.Value) -> None:
+    with code.for_each(tokens) as token:
         position = code.load_int64(positions, token)
         slot = at.mul(code.load_int64(slots, token), heads)
         first = at.mul(token, all_heads)
@@ -89,18 +78,14 @@ def rope_and_store_kv(dtype: str, dim: int, processor: Processor) -> ir.Module:
         def cached(side: ir.Value, index: ir.Value) -> ir.Value:
             return code.address(side, at.mul(at.add(slot, index), I64(dim)))
 
-        code.for_each(I64(0), queries, 1, lambda index: turn(head(index), head(index), position))
-
-        def put(index: ir.Value) -> None:
+        with code.for_each(queries) as index:
+            turn(head(index), head(index), position)
+        with code.for_each(heads) as index:
             turn(head(at.add(queries, index)), cached(keys, index), position)
             source = head(at.add(at.add(queries, heads), index))
             for part in range(0, dim, code.vector_floats):
-                value = code.load(code.address(source, I64(part)))
-                code.store(value, code.address(cached(values, index), I64(part)))
-
-        code.for_each(I64(0), heads, 1, put)
-
-    code.for_each(I64(0), tokens, 1, of_token)
+                value = code.load(source, part)
+                code.store(value, cached(values, index), part)
     return code.finish()
 
 
@@ -115,18 +100,15 @@ def paged_attention(dtype: str, dim: int, group: int, processor: Processor) -> i
     at = code.ir_builder
     which, firsts, counts, scratch = (code.pointer_field(index) for index in range(4, 8))
     chosen, heads, room = (code.int_field(index) for index in range(8, 11))
-    side = _AttentionBuilder(code, dim, group, heads, room)
-    blocks = at.mul(heads, I64(group // side.heads_at_once))
+    attention = _AttentionBuilder(code, dim, group, heads, room)
+    blocks = at.mul(heads, I64(group // attention.heads_at_once))
     start, end, thread = code.thread_range(at.mul(chosen, blocks))
     scores = code.address(scratch, at.mul(at.mul(thread, I64(group)), room), 4)
-
-    def of_block(item: ir.Value) -> None:
+    with code.for_each(end, first=start) as item:
         number, block = at.sdiv(item, blocks), at.srem(item, blocks)
         token = code.load_int64(which, number)
         first, count = (code.load_int64(numbers, number) for numbers in (firsts, counts))
-        side.run(token, block, first, count, scores)
-
-    code.for_each(start, end, 1, of_block)
+        attention.build(token, block, first, count, scores)
     return code.finish()
 
 
@@ -136,30 +118,18 @@ class _AttentionBuilder:
     def __init__(
         self, code: FunctionBuilder, dim: int, group: int, heads: ir.Value, scratch_stride: ir.Value
     ) -> None:
-        self.code, self.dim, self.group, self.heads, self.scratch_stride = (
-            code,
-            dim,
-            group,
-            heads,
-            scratch_stride,
-        )
+        self.code, self.dim, self.group = code, dim, group
+        self.heads, self.scratch_stride = heads, scratch_stride
         self.vectors_per_head = dim // code.vector_floats
         at_once = max(code.processor.num_vector_registers // (2 * self.vectors_per_head), 1)
         self.heads_at_once = max(n for n in range(1, group + 1) if group % n == 0 and n <= at_once)
-        self.qkv, self.keys, self.values, self.out = (
-            code.pointer_field(index) for index in range(4)
-        )
+        self.qkv, self.keys, self.values, self.out = (code.pointer_field(i) for i in range(4))
         self.scale = code.broadcast(code.float_field(11))
         self.stride = code.ir_builder.mul(heads, I64(dim))
         self.lowest = code.ir_builder.extract_element(code.constant("lowest"), I64(0))
 
-    def run(
-        self,
-        token: ir.Value,
-        block: ir.Value,
-        first: ir.Value,
-        count: ir.Value,
-        scores: ir.Value,
+    def build(
+        self, token: ir.Value, block: ir.Value, first: ir.Value, count: ir.Value, scores: ir.Value
     ) -> None:
         code, at = self.code, self.code.ir_builder
         queries = at.mul(self.heads, I64(self.group))
@@ -172,10 +142,10 @@ class _AttentionBuilder:
             for number in range(self.heads_at_once)
         ]
         row = at.mul(token, at.add(queries, at.mul(self.heads, I64(2))))
-        asked = [
-            [at.fmul(lane, self.scale) for lane in self._load_row(self.qkv, at.add(row, each))]
-            for each in self._query_indices(query)
-        ]
+        asked = []
+        for index in self._query_indices(query):
+            start = code.address(self.qkv, at.mul(at.add(row, index), I64(self.dim)))
+            asked.append([at.fmul(lane, self.scale) for lane in self._load_head(start)])
         most = self._build_scores(asked, keys, count, of_query)
         # Pad the last vector with -inf: exp of it adds nothing.
         rounded_up = at.and_(at.add(count, I64(code.vector_floats - 1)), I64(-code.vector_floats))
@@ -183,26 +153,17 @@ class _AttentionBuilder:
             self._build_exponentials(place, count, rounded_up, code.broadcast(largest))
         sums = self._build_weighted_sums(values, count, of_query)
         row = at.mul(token, queries)
-        for each, (whole, lanes) in zip(self._query_indices(query), sums, strict=True):
+        for index, (whole, lanes) in zip(self._query_indices(query), sums, strict=True):
             divisor = code.broadcast(whole)
-            target = code.address(self.out, at.mul(at.add(row, each), I64(self.dim)))
+            target = code.address(self.out, at.mul(at.add(row, index), I64(self.dim)))
             for part, lane in enumerate(lanes):
-                where = code.address(target, I64(part * code.vector_floats))
-                code.store(at.fdiv(lane, divisor), where)
+                code.store(at.fdiv(lane, divisor), target, part * code.vector_floats)
 
     def _query_indices(self, query: ir.Value) -> list[ir.Value]:
-        return [
-            self.code.ir_builder.add(query, I64(number)) for number in range(self.heads_at_once)
-        ]
+        return [self.code.ir_builder.add(query, I64(n)) for n in range(self.heads_at_once)]
 
-    def _load_row(self, tensor: ir.Value, row: ir.Value) -> list[ir.Value]:
-        """Load row `row` of a tensor of rows of E."""
-        code = self.code
-        start = code.address(tensor, code.ir_builder.mul(row, I64(self.dim)))
-        return [
-            code.load(code.address(start, I64(part * code.vector_floats)))
-            for part in range(self.vectors_per_head)
-        ]
+    def _load_head(self, start: ir.Value) -> list[ir.Value]:
+        return [self.code.load(start, part) for part in range(0, self.dim, self.code.vector_floats)]
 
     def _load_slot(self, side: ir.Value, slot: ir.Value) -> list[ir.Value]:
         """Load a head's vector of a slot; prefetch a later one, as hardware cannot."""
@@ -210,10 +171,10 @@ class _AttentionBuilder:
         start = at.mul(slot, self.stride)
         later = code.address(side, at.add(start, at.mul(self.stride, I64(PREFETCH_SLOTS))))
         for line in range(0, self.dim * code.item_bytes, CACHE_LINE_BYTES):
-            code.prefetch(code.address(later, I64(line), 1))
+            code.prefetch(later, line)
         return [
-            code.load(code.address(side, at.add(start, I64(part * code.vector_floats))))
-            for part in range(self.vectors_per_head)
+            code.load(side, at.add(start, I64(part)))
+            for part in range(0, self.dim, code.vector_floats)
         ]
 
     def _build_scores(
@@ -225,60 +186,43 @@ class _AttentionBuilder:
     ) -> list[ir.Value]:
         """Store each query's scores of all slots; return the largest of each query."""
         code = self.code
-
-        def score(slot: ir.Value, most: list[ir.Value]) -> list[ir.Value]:
-            lanes, largest = self._load_slot(keys, slot), []
-            for query, place, before in zip(scaled_queries, scores, most, strict=True):
+        with code.loop(count, 1, [self.lowest] * self.heads_at_once) as loop:
+            lanes = self._load_slot(keys, loop.index)
+            for number, (query, place) in enumerate(zip(scaled_queries, scores, strict=True)):
                 sums = code.ir_builder.fmul(query[0], lanes[0])
                 for mine, lane in zip(query[1:], lanes[1:], strict=True):
                     sums = code.multiply_add(mine, lane, sums)
                 value = code.horizontal_sum(sums)
-                code.store_float32(value, code.address(place, slot, 4))
-                largest.append(code.maximum(value, before))
-            return largest
-
-        return code.loop(I64(0), count, 1, [self.lowest] * self.heads_at_once, score)
+                code.store_float32(value, code.address(place, loop.index, 4))
+                loop.values[number] = code.maximum(value, loop.values[number])
+        return loop.values
 
     def _build_exponentials(
         self, scores: ir.Value, count: ir.Value, rounded_up: ir.Value, most: ir.Value
     ) -> None:
         code = self.code
-        code.for_each(
-            count,
-            rounded_up,
-            1,
-            lambda slot: code.store_float32(self.lowest, code.address(scores, slot, 4)),
-        )
-
-        def exponential(slot: ir.Value) -> None:
+        with code.for_each(rounded_up, first=count) as slot:
+            code.store_float32(self.lowest, code.address(scores, slot, 4))
+        with code.for_each(rounded_up, code.vector_floats) as slot:
             where = code.address(scores, slot, 4)
-            code.store_float32(
-                code.exp(code.ir_builder.fsub(code.load_float32(where), most)), where
-            )
-
-        code.for_each(I64(0), rounded_up, code.vector_floats, exponential)
+            shifted = code.ir_builder.fsub(code.load_float32(where), most)
+            code.store_float32(code.exp(shifted), where)
 
     def _build_weighted_sums(
         self, values: ir.Value, count: ir.Value, weights: list[ir.Value]
     ) -> list[tuple[ir.Value, list[ir.Value]]]:
         """For each query, return the sum of its weights, and the weighted sum of the values."""
         code, size = self.code, self.vectors_per_head + 1
-
-        def weigh(slot: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            lanes, results = self._load_slot(values, slot), []
-            for number, place in enumerate(weights):
-                whole, *mine = sums[number * size : (number + 1) * size]
-                weight = code.load_float(code.address(place, slot, 4))
-                spread = code.broadcast(weight)
-                results.append(code.ir_builder.fadd(whole, weight))
-                results += [
-                    code.multiply_add(spread, lane, sum_)
-                    for lane, sum_ in zip(lanes, mine, strict=True)
-                ]
-            return results
-
         nothing = [FLOAT(0.0), *([code.zeros] * self.vectors_per_head)]
-        sums = code.loop(I64(0), count, 1, nothing * self.heads_at_once, weigh)
+        with code.loop(count, 1, nothing * self.heads_at_once) as loop:
+            lanes = self._load_slot(values, loop.index)
+            for first, place in zip(range(0, len(loop.values), size), weights, strict=True):
+                weight = code.load_float(place, loop.index)
+                spread = code.broadcast(weight)
+                loop.values[first] = code.ir_builder.fadd(loop.values[first], weight)
+                for each, lane in enumerate(lanes, first + 1):
+                    loop.values[each] = code.multiply_add(spread, lane, loop.values[each])
+        sums = loop.values
         return [(sums[at], sums[at + 1 : at + size]) for at in range(0, len(sums), size)]
 
 
@@ -292,19 +236,13 @@ def silu_and_mul(dtype: str, processor: Processor) -> ir.Module:
     gate_up, out = code.pointer_field(0), code.pointer_field(1)
     tokens, size = code.int_field(2), code.int_field(3)
     one = code.constant("one")
-
-    def of_token(token: ir.Value) -> None:
+    with code.for_each(tokens) as token:
         start = at.mul(token, size)
-
-        def gated(index: ir.Value) -> None:
+        with code.for_each(size, code.vector_floats) as index:
             place = at.add(at.mul(start, I64(2)), index)
-            gate = code.load(code.address(gate_up, place))
-            up = code.load(code.address(gate_up, at.add(place, size)))
+            gate = code.load(gate_up, place)
+            up = code.load(gate_up, at.add(place, size))
             silu = at.fdiv(gate, at.fadd(one, code.exp(at.fsub(code.zeros, gate))))
             value = at.fmul(code.round_to_dtype(silu), up)
-            code.store(value, code.address(out, at.add(start, index)))
-
-        code.for_each(I64(0), size, code.vector_floats, gated)
-
-    code.for_each(I64(0), tokens, 1, of_token)
+            code.store(value, out, at.add(start, index))
     return code.finish()

@@ -5,14 +5,13 @@ A job's fields have 8 bytes each, of any type. The first three are OpenMP's func
 `CONSTANTS`, since position-independent code has no data of its own. Everything is computed in
 float32. Tensors are float32 or bfloat16; stores to bfloat16 round to nearest, ties to even, and
 keep NaN.
-
-The processor that code is compiled for.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
@@ -43,6 +42,7 @@ class Processor:
 
 
 BYTE, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+ZERO = I64(0)
 FLOAT, POINTER, VOID = ir.FloatType(), ir.PointerType(), ir.VoidType()
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 NUM_HEADER_FIELDS = 3
@@ -92,6 +92,14 @@ def encode_constants() -> bytes:
     return numbers + TILE_SHAPES
 
 
+@dataclass
+class CountedLoop:
+    """Index and loop-carried values of a loop under construction."""
+
+    index: ir.Value
+    values: list[ir.Value]
+
+
 class FunctionBuilder:
     """Builder of one function for one dtype."""
 
@@ -117,17 +125,14 @@ class FunctionBuilder:
     def float_field(self, index: int) -> ir.Value:
         return self._load_field(NUM_HEADER_FIELDS + index, FLOAT)
 
+    @contextmanager
     def loop(
-        self,
-        first: ir.Value,
-        end: ir.Value,
-        step: int,
-        values: Sequence[ir.Value],
-        body: Callable[[ir.Value, list[ir.Value]], Sequence[ir.Value]],
-    ) -> list[ir.Value]:
-        """Loop from `first` to `end` in steps of `step`; return the final loop-carried values.
+        self, end: ir.Value, step: int, values: Sequence[ir.Value], *, first: ir.Value = ZERO
+    ) -> Iterator[CountedLoop]:
+        """Loop from `first` (default 0) to `end`; the `with` block builds the body.
 
-        They start as `values`, and `body` returns those of the next iteration.
+        Loop-carried values start as `values`; the body replaces those of the yielded object, which
+        has the final ones behind the block.
         """
         at = self.ir_builder
         before = at.block
@@ -136,30 +141,49 @@ class FunctionBuilder:
         at.position_at_end(inside)
         index = at.phi(I64)
         carried = [at.phi(value.type) for value in values]
-        results = list(body(index, list(carried)))
+        loop = CountedLoop(index, list(carried))
+        yield loop
         following = at.add(index, I64(step))
         last = at.block
         at.cbranch(at.icmp_signed("<", following, end), inside, after)
+        at.position_at_end(after)
+        outcomes = [at.phi(value.type) for value in values]
         for phi, initial, result in zip(
-            (index, *carried), (first, *values), (following, *results), strict=True
+            (index, *carried, *outcomes),
+            (first, *values, *values),
+            (following, *loop.values, *loop.values),
+            strict=True,
         ):
             phi.add_incoming(initial, before)
             phi.add_incoming(result, last)
-        at.position_at_end(after)
-        outcomes = [at.phi(value.type) for value in values]
-        for phi, initial, result in zip(outcomes, values, results, strict=True):
-            phi.add_incoming(initial, before)
-            phi.add_incoming(result, last)
-        return outcomes
+        loop.values = outcomes
 
+    @contextmanager
     def for_each(
-        self, first: ir.Value, end: ir.Value, step: int, body: Callable[[ir.Value], None]
-    ) -> None:
-        def run(index: ir.Value, _: list[ir.Value]) -> Sequence[ir.Value]:
-            body(index)
-            return ()
+        self, end: ir.Value, step: int = 1, *, first: ir.Value = ZERO
+    ) -> Iterator[ir.Value]:
+        """Loop as `loop` does, without loop-carried values; yields the index."""
+        with self.loop(end, step, (), first=first) as loop:
+            yield loop.index
 
-        self.loop(first, end, step, (), run)
+    @contextmanager
+    def for_each_of_thread(self, count: ir.Value) -> Iterator[ir.Value]:
+        """Loop over this thread's range of `count` items."""
+        first, end, _ = self.thread_range(count)
+        with self.for_each(end, first=first) as index:
+            yield index
+
+    @contextmanager
+    def for_each_block(self, count: ir.Value, size: int) -> Iterator[ir.Value]:
+        """Loop over the starts of this thread's blocks of `size` items.
+
+        The last block starts early enough to be a whole one, and recomputes items.
+        """
+        at = self.ir_builder
+        first, end, _ = self.thread_range(count, size)
+        latest = at.sub(count, I64(size))
+        with self.for_each(end, size, first=first) as start:
+            yield at.select(at.icmp_signed("<", start, latest), start, latest)
 
     def thread_range(self, count: ir.Value, unit: int = 1) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Return this thread's range of `count` items, as first, end and thread number.
@@ -170,11 +194,9 @@ class FunctionBuilder:
         alone = at.block
         among, shared = (self.function.append_basic_block(name) for name in ("among", "shared"))
         asks = ir.FunctionType(I32, []).as_pointer()
-        which, of_how_many = (
-            self._load_field(THREAD_NUM_FIELD, asks),
-            self._load_field(NUM_THREADS_FIELD, asks),
-        )
-        at.cbranch(at.icmp_unsigned("==", at.ptrtoint(which, I64), I64(0)), shared, among)
+        which = self._load_field(THREAD_NUM_FIELD, asks)
+        of_how_many = self._load_field(NUM_THREADS_FIELD, asks)
+        at.cbranch(at.icmp_unsigned("==", at.ptrtoint(which, I64), ZERO), shared, among)
         at.position_at_end(among)
         index, threads = (at.sext(at.call(asked, []), I64) for asked in (which, of_how_many))
         at.branch(shared)
@@ -193,39 +215,42 @@ class FunctionBuilder:
         self.ir_builder.ret_void()
         return self.module
 
-    def address(self, base: ir.Value, index: ir.Value, size: int = 0) -> ir.Value:
+    def address(self, base: ir.Value, index: ir.Value | int, size: int = 0) -> ir.Value:
         """Return the address of item `index` of `size` bytes (default: those of the dtype)."""
         at = self.ir_builder
-        offset = at.mul(index, I64(size or self.item_bytes))
-        return at.gep(base, [offset], source_etype=BYTE)
+        number = I64(index) if isinstance(index, int) else index
+        return at.gep(base, [at.mul(number, I64(size or self.item_bytes))], source_etype=BYTE)
 
-    def load(self, address: ir.Value) -> ir.Value:
-        """Load a vector of the dtype as float32."""
+    def load(self, base: ir.Value, index: ir.Value | int | None = None) -> ir.Value:
+        """Load a vector of the dtype as float32, from item `index` of `base` on, or from `base`."""
         at = self.ir_builder
+        address = base if index is None else self.address(base, index)
         if self.dtype == "float32":
             return self.load_float32(address)
-        halves = at.load(address, align=2, typ=ir.VectorType(I16, self.vector_floats))
-        bits = at.zext(halves, ir.VectorType(I32, self.vector_floats))
-        return at.bitcast(at.shl(bits, self._shift_by_16(bits.type)), self.vector)
+        halves = at.load(address, align=2, typ=self._vector_of(I16))
+        bits = at.zext(halves, self._vector_of(I32))
+        return at.bitcast(at.shl(bits, self._fill(bits.type, 16)), self.vector)
 
-    def load_float32(self, address: ir.Value) -> ir.Value:
-        """Load a vector of float32."""
+    def load_float32(self, base: ir.Value, index: ir.Value | None = None) -> ir.Value:
+        """Load a vector of float32, from item `index` of `base` on, or from `base`."""
+        address = base if index is None else self.address(base, index, 4)
         return self.ir_builder.load(address, align=4, typ=self.vector)
 
-    def load_int8(self, address: ir.Value) -> ir.Value:
+    def load_int8(self, base: ir.Value, index: ir.Value) -> ir.Value:
         """Load a vector of int8 as float32."""
         at = self.ir_builder
-        values = at.load(address, align=1, typ=ir.VectorType(BYTE, self.vector_floats))
-        return at.sitofp(at.sext(values, ir.VectorType(I32, self.vector_floats)), self.vector)
+        values = at.load(self.address(base, index, 1), align=1, typ=self._vector_of(BYTE))
+        return at.sitofp(at.sext(values, self._vector_of(I32)), self.vector)
 
-    def load_float(self, address: ir.Value) -> ir.Value:
-        return self.ir_builder.load(address, align=4, typ=FLOAT)
+    def load_float(self, base: ir.Value, index: ir.Value) -> ir.Value:
+        return self.ir_builder.load(self.address(base, index, 4), align=4, typ=FLOAT)
 
     def load_int64(self, base: ir.Value, index: ir.Value) -> ir.Value:
         return self.ir_builder.load(self.address(base, index, 8), align=8, typ=I64)
 
-    def store(self, value: ir.Value, address: ir.Value) -> None:
+    def store(self, value: ir.Value, base: ir.Value, index: ir.Value | int) -> None:
         """Store a vector or scalar of float32 in the dtype."""
+        address = self.address(base, index)
         if self.dtype == "bfloat16":
             value = self._upper_half(self._rounded_bits(value))
         self.ir_builder.store(value, address, align=self.item_bytes)
@@ -233,7 +258,7 @@ class FunctionBuilder:
     def store_rounded(self, value: ir.Value, address: ir.Value) -> ir.Value:
         """Store a vector in the dtype; return its rounded value."""
         if self.dtype == "float32":
-            self.store(value, address)
+            self.store_float32(value, address)
             return value
         bits = self._rounded_bits(value)
         self.ir_builder.store(self._upper_half(bits), address, align=2)
@@ -242,25 +267,22 @@ class FunctionBuilder:
     def store_float32(self, value: ir.Value, address: ir.Value) -> None:
         self.ir_builder.store(value, address, align=4)
 
-    def store_half_away_from_zero(self, value: ir.Value, address: ir.Value) -> None:
+    def store_half_away_from_zero(self, value: ir.Value, base: ir.Value, index: ir.Value) -> None:
         """Store a vector of finite numbers, ties away from zero: half the work of `store`."""
+        address = self.address(base, index)
         if self.dtype == "bfloat16":
-            bits = self.ir_builder.bitcast(value, self._constants["half"].type)
-            half = self._constants["rounds up"]
-            value = self._upper_half(self.ir_builder.add(bits, half))
+            bits = self.ir_builder.bitcast(value, self._vector_of(I32))
+            value = self._upper_half(self.ir_builder.add(bits, self._constants["rounds up"]))
         self.ir_builder.store(value, address, align=self.item_bytes)
 
-    def prefetch(self, address: ir.Value) -> None:
+    def prefetch(self, base: ir.Value, offset_bytes: ir.Value | int) -> None:
         """Prefetch into the second-level cache."""
-        kind = ir.FunctionType(VOID, [POINTER, I32, I32, I32])
-        function = self._intrinsic("llvm.prefetch.p0", kind)
-        self.ir_builder.call(
-            function, [address, I32(0), I32(PREFETCH_L2_LOCALITY), I32(DATA_CACHE)]
-        )
+        hints = I32(0), I32(PREFETCH_L2_LOCALITY), I32(DATA_CACHE)
+        self._call("llvm.prefetch.p0", VOID, self.address(base, offset_bytes, 1), *hints)
 
     @property
     def zeros(self) -> ir.Value:
-        return ir.Constant(self.vector, [0.0] * self.vector_floats)
+        return self._fill(self.vector, 0.0)
 
     def constant(self, name: str) -> ir.Value:
         """Return a vector filled with a constant."""
@@ -269,50 +291,26 @@ class FunctionBuilder:
     def broadcast(self, value: ir.Value) -> ir.Value:
         """Return a vector filled with a scalar."""
         at = self.ir_builder
-        kind = ir.VectorType(value.type, self.vector_floats)
-        one = at.insert_element(ir.Constant(kind, ir.Undefined), value, I32(0))
-        lanes = ir.Constant(ir.VectorType(I32, self.vector_floats), [0] * self.vector_floats)
-        return at.shuffle_vector(one, ir.Constant(kind, ir.Undefined), lanes)
+        undefined = ir.Constant(self._vector_of(value.type), ir.Undefined)
+        one = at.insert_element(undefined, value, I32(0))
+        return at.shuffle_vector(one, undefined, self._fill(self._vector_of(I32), 0))
 
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        kind = ir.FunctionType(self.vector, [self.vector] * 3)
-        return self.ir_builder.call(
-            self._intrinsic(f"llvm.fma.v{self.vector_floats}f32", kind), [a, b, c]
-        )
+        return self._call(f"llvm.fma.v{self.vector_floats}f32", self.vector, a, b, c)
 
     def horizontal_sum(self, lanes: ir.Value) -> ir.Value:
-        kind = ir.FunctionType(FLOAT, [FLOAT, self.vector])
-        add = self._intrinsic(f"llvm.vector.reduce.fadd.v{self.vector_floats}f32", kind)
-        return self.ir_builder.call(add, [FLOAT(-0.0), lanes], fastmath=("reassoc",))
+        name = f"llvm.vector.reduce.fadd.v{self.vector_floats}f32"
+        return self._call(name, FLOAT, FLOAT(-0.0), lanes, fastmath=("reassoc",))
 
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.ir_builder.select(self.ir_builder.fcmp_ordered(">", a, b), a, b)
 
     def permute(self, numbers: ir.Value, indices: ir.Value) -> ir.Value:
         """Permute a vector of sixteen floats by the last four bits of each index (AVX-512)."""
-        kind = ir.FunctionType(numbers.type, [numbers.type, indices.type])
-        pick = self._intrinsic("llvm.x86.avx512.permvar.sf.512", kind)
-        return self.ir_builder.call(pick, [numbers, indices])
-
-    def configure_tiles(self) -> None:
-        base = self._load_field(CONSTANTS_FIELD, POINTER)
-        shapes = self.address(base, I64(len(CONSTANTS) + len(INT_CONSTANTS)), 4)
-        kind = ir.FunctionType(VOID, [POINTER])
-        self.ir_builder.call(self._intrinsic("llvm.x86.ldtilecfg", kind), [shapes])
-
-    def release_tiles(self) -> None:
-        """Release the tiles, which would slow down every context switch."""
-        self.ir_builder.call(self._intrinsic("llvm.x86.tilerelease", ir.FunctionType(VOID, [])), [])
-
-    def call_tile_instruction(self, name: str, *arguments: int | ir.Value) -> None:
-        """Emit one tile instruction; Python integers are tile numbers."""
-        values = [BYTE(each) if isinstance(each, int) else each for each in arguments]
-        kind = ir.FunctionType(VOID, [value.type for value in values])
-        self.ir_builder.call(self._intrinsic(f"llvm.x86.{name}", kind), values)
+        return self._call("llvm.x86.avx512.permvar.sf.512", numbers.type, numbers, indices)
 
     def square_root(self, value: ir.Value) -> ir.Value:
-        root = self._intrinsic("llvm.sqrt.f32", ir.FunctionType(FLOAT, [FLOAT]))
-        return self.ir_builder.call(root, [value])
+        return self._call("llvm.sqrt.f32", FLOAT, value)
 
     def round_to_dtype(self, value: ir.Value) -> ir.Value:
         """Return a vector rounded to the dtype, as float32."""
@@ -326,18 +324,31 @@ class FunctionBuilder:
         least, most = constant("least"), constant("most")
         x = at.select(at.fcmp_ordered("<", x, least), least, x)
         x = at.select(at.fcmp_ordered(">", x, most), most, x)
-        kind = ir.FunctionType(self.vector, [self.vector])
-        nearest = self._intrinsic(f"llvm.rint.v{self.vector_floats}f32", kind)
-        power = at.call(nearest, [at.fmul(x, constant("log2(e)"))])
+        scaled = at.fmul(x, constant("log2(e)"))
+        power = self._call(f"llvm.rint.v{self.vector_floats}f32", self.vector, scaled)
         rest = self.multiply_add(power, constant("ln(2), above"), x)
         rest = self.multiply_add(power, constant("ln(2), below"), rest)
         sum_ = constant("exp 0")
         for index in range(1, len(_EXP)):
             sum_ = self.multiply_add(sum_, rest, constant(f"exp {index}"))
         sum_ = self.multiply_add(at.fmul(sum_, rest), rest, at.fadd(rest, constant("one")))
-        wide = ir.VectorType(I32, self.vector_floats)
-        exponent = at.shl(at.fptosi(power, wide), ir.Constant(wide, [23] * self.vector_floats))
+        wide = self._vector_of(I32)
+        exponent = at.shl(at.fptosi(power, wide), self._fill(wide, 23))
         return at.bitcast(at.add(at.bitcast(sum_, wide), exponent), self.vector)
+
+    def configure_tiles(self) -> None:
+        base = self._load_field(CONSTANTS_FIELD, POINTER)
+        shapes = self.address(base, len(CONSTANTS) + len(INT_CONSTANTS), 4)
+        self.call_tile_instruction("ldtilecfg", shapes)
+
+    def release_tiles(self) -> None:
+        """Release the tiles, which would slow down every context switch."""
+        self.call_tile_instruction("tilerelease")
+
+    def call_tile_instruction(self, name: str, *arguments: int | ir.Value) -> None:
+        """Emit one tile instruction; Python integers are tile numbers."""
+        values = [BYTE(each) if isinstance(each, int) else each for each in arguments]
+        self._call(f"llvm.x86.{name}", VOID, *values)
 
     def _rounded_bits(self, value: ir.Value) -> ir.Value:
         """Return bits of float32, rounded to bfloat16 in the upper half (nearest, ties to even)."""
@@ -348,35 +359,32 @@ class FunctionBuilder:
             for name in ("half", "odd", "nan")
         )
         bits = at.bitcast(value, half.type)
-        odd = at.and_(at.lshr(bits, self._shift_by_16(half.type)), one)
+        odd = at.and_(at.lshr(bits, self._fill(half.type, 16)), one)
         nearest = at.add(at.add(bits, half), odd)
         return at.select(at.fcmp_unordered("uno", value, value), nan, nearest)
 
     def _upper_half(self, bits: ir.Value) -> ir.Value:
-        many = isinstance(bits.type, ir.VectorType)
-        halves = ir.VectorType(I16, self.vector_floats) if many else I16
-        return self.ir_builder.trunc(
-            self.ir_builder.lshr(bits, self._shift_by_16(bits.type)), halves
-        )
+        halves = self._vector_of(I16) if isinstance(bits.type, ir.VectorType) else I16
+        return self.ir_builder.trunc(self.ir_builder.lshr(bits, self._fill(bits.type, 16)), halves)
 
     def _keep_upper_half(self, bits: ir.Value) -> ir.Value:
         """Return float32 bits with a cleared lower half, as a vector of float32."""
-        return self.ir_builder.bitcast(
-            self.ir_builder.and_(bits, self._constants["upper half"]), self.vector
-        )
+        upper = self.ir_builder.and_(bits, self._constants["upper half"])
+        return self.ir_builder.bitcast(upper, self.vector)
 
-    def _shift_by_16(self, kind: ir.Type) -> ir.Value:
-        return (
-            ir.Constant(kind, [16] * self.vector_floats)
-            if isinstance(kind, ir.VectorType)
-            else I32(16)
-        )
+    def _vector_of(self, kind: ir.Type) -> ir.VectorType:
+        return ir.VectorType(kind, self.vector_floats)
+
+    def _fill(self, kind: ir.Type, number: float) -> ir.Value:
+        """Return a constant of a scalar type, or a vector filled with it."""
+        many = isinstance(kind, ir.VectorType)
+        return ir.Constant(kind, [number] * self.vector_floats if many else number)
 
     def _load_constants(self) -> None:
         base = self._load_field(CONSTANTS_FIELD, POINTER)
         kinds = {**dict.fromkeys(CONSTANTS, FLOAT), **dict.fromkeys(INT_CONSTANTS, I32)}
         for index, (name, kind) in enumerate(kinds.items()):
-            place = self.address(base, I64(index), 4)
+            place = self.address(base, index, 4)
             self._constants[name] = self.broadcast(self.ir_builder.load(place, align=4, typ=kind))
 
     def _load_field(self, index: int, kind: ir.Type) -> ir.Value:
@@ -386,6 +394,12 @@ class FunctionBuilder:
     def _ceil_div(self, value: ir.Value, by: ir.Value) -> ir.Value:
         return self.ir_builder.sdiv(self.ir_builder.sub(self.ir_builder.add(value, by), I64(1)), by)
 
-    def _intrinsic(self, name: str, kind: ir.FunctionType) -> ir.Function:
-        known = self.module.globals.get(name)
-        return known or ir.Function(self.module, kind, name=name)
+    def _call(
+        self, name: str, returns: ir.Type, *values: ir.Value, fastmath: Sequence[str] = ()
+    ) -> ir.Value:
+        """Call an LLVM intrinsic."""
+        function = self.module.globals.get(name)
+        if function is None:
+            kind = ir.FunctionType(returns, [value.type for value in values])
+            function = ir.Function(self.module, kind, name=name)
+        return self.ir_builder.call(function, values, fastmath=fastmath)
