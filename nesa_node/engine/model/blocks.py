@@ -1,7 +1,5 @@
 """A loaded span of a model's blocks, and the input and output buffers of a step.
 
-Input and output buffers of a step through a span.
-
 T packed tokens of all rows in a step, L tokens of one row, D hidden.
 """
 
@@ -22,7 +20,7 @@ from nesa_node.engine.cache.paged_attention import PackedRows, RowCache, RowChun
 from nesa_node.engine.cache.pages import PagePool
 from nesa_node.engine.kernels.threads import ThreadController
 from nesa_node.engine.model.fused_decoder import FusedDecoder
-from nesa_node.engine.weights.families import CacheHeads
+from nesa_node.engine.weights.checkpoint import Checkpoint
 
 
 @dataclass(eq=False, slots=True)
@@ -81,44 +79,31 @@ class ModelBlocks:
     def __init__(
         self,
         decoder: nn.Module,
-        layers: str,
+        checkpoint: Checkpoint,
         span: Span,
         *,
-        heads: CacheHeads,
-        hidden_size: int,
-        context_length: int,
         weight_bytes: int,
-        packs_rows: bool,
         dtype: torch.dtype,
         device: torch.device,
-        threads: ThreadController | None = None,
     ) -> None:
-        """`decoder` runs `span` on `inputs_embeds` and returns the last block's raw output.
-
-        `packs_rows`: its attention goes through transformers' attention interface, so rows can be
-        packed into one sequence. `threads` is shared by selections of the same span.
-        """
-        self.threads = threads or ThreadController()
+        """`decoder` runs `span` on `inputs_embeds` and returns the last block's raw output."""
+        self.threads = ThreadController()
+        """Shared by selections."""
         self.span = span
-        self.hidden_size = hidden_size
-        self.context_length = context_length
+        self.hidden_size = int(checkpoint.config.hidden_size)
+        self.context_length = checkpoint.context_length
         self.dtype = dtype
         self.device = device
         self.weight_bytes = weight_bytes
-        self._packs_rows = packs_rows
         self._decoder: Any = decoder
-        self._layers_name = layers
-        self._kv_heads = heads
+        self._family = checkpoint.family
+        self._kv_heads = checkpoint.family.cache_heads(checkpoint.config)
         self._selections: dict[Span, ModelBlocks] = {}
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """KV cache of one token in all blocks: 2 x head_dim x n_kv_heads x blocks x bytes per item.
-
-        Nesa paper, eq. 4, corrected: the paper counts query heads and the whole model's blocks.
-        """
-        per_block = 2 * self._kv_heads.head_dim * self._kv_heads.num_kv_heads * self.dtype.itemsize
-        return per_block * len(self.span)
+        """KV cache of one token in all blocks."""
+        return self._kv_heads.bytes_per_token(self.dtype) * len(self.span)
 
     def select(self, span: Span) -> ModelBlocks:
         """Return a sub-span that shares these weights. Raises `ValueError` outside this span."""
@@ -128,25 +113,17 @@ class ModelBlocks:
             raise ValueError(f"blocks {span} are not within {self.span}")
         if span not in self._selections:
             start = span.start - self.span.start
-            self._selections[span] = ModelBlocks(
-                self._slice_decoder(Span(start, start + len(span))),
-                self._layers_name,
-                span,
-                heads=self._kv_heads,
-                hidden_size=self.hidden_size,
-                context_length=self.context_length,
-                weight_bytes=self.weight_bytes * len(span) // len(self.span),
-                packs_rows=self._packs_rows,
-                dtype=self.dtype,
-                device=self.device,
-                threads=self.threads,
-            )
+            local = Span(start, start + len(span))
+            part = copy.copy(self)
+            part.span = span
+            part.weight_bytes = self.weight_bytes * len(span) // len(self.span)
+            part._selections = {}
+            if isinstance(self._decoder, FusedDecoder):
+                part._decoder = self._decoder.select_layers(local)
+            else:
+                part._decoder = slice_decoder(self._decoder, self._family.layers_name, local)
+            self._selections[span] = part
         return self._selections[span]
-
-    def _slice_decoder(self, local: Span) -> nn.Module:
-        if isinstance(self._decoder, FusedDecoder):
-            return self._decoder.select_layers(local)
-        return slice_decoder(self._decoder, self._layers_name, local)
 
     def new_pool(self, tokens: int) -> PagePool:
         """Return an empty KV cache with room for `tokens` tokens of all rows together."""
@@ -185,8 +162,9 @@ class ModelBlocks:
         elif isinstance(self._decoder, FusedDecoder):
             output_TD = self._decoder.forward(inputs_TD, packed)
         else:
-            positions_1T = packed.positions_1T
-            output_TD = self._call_decoder(inputs_TD[None], positions_1T, packed, packed=packed)
+            output_TD = self._call_decoder(
+                inputs_TD[None], packed.positions_1T, packed, packed=packed
+            )
         _advance_lengths(runs)
         return output_TD
 
@@ -203,26 +181,22 @@ class ModelBlocks:
 
     def _forward_buffers(self, pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:
         packed = self._pack(runs)
-        if packed is None or not self._can_run_compiled(packed, pieces):
-            return self._forward_tensors(pieces, runs)
-        inputs = [piece.buffers.hidden.buffer_range(piece.start, piece.end) for piece in pieces]
-        outputs = [piece.buffers.output_range(piece.start, piece.end) for piece in pieces]
-        self._decoder.run_compiled(inputs, outputs, packed)
-        _advance_lengths(runs)
-
-    def _forward_tensors(self, pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:
-        inputs = [piece.buffers.hidden.tensor_TD[piece.start : piece.end] for piece in pieces]
-        if len({tensor.dtype for tensor in inputs}) > 1:
-            inputs = [tensor.to(self.dtype) for tensor in inputs]
-        output_TD = self._forward(inputs[0] if len(inputs) == 1 else torch.cat(inputs), runs).cpu()
-        at = 0
-        for piece in pieces:
-            count = piece.end - piece.start
-            piece.buffers.write_output(piece.start, piece.end, output_TD[at : at + count])
-            at += count
+        if packed is not None and self._can_run_compiled(packed, pieces):
+            inputs = [piece.buffers.hidden.buffer_range(piece.start, piece.end) for piece in pieces]
+            outputs = [piece.buffers.output_range(piece.start, piece.end) for piece in pieces]
+            self._decoder.run_compiled(inputs, outputs, packed)
+            _advance_lengths(runs)
+            return
+        parts = [piece.buffers.hidden.tensor_TD[piece.start : piece.end] for piece in pieces]
+        if len({part_LD.dtype for part_LD in parts}) > 1:
+            parts = [part_LD.to(self.dtype) for part_LD in parts]
+        output_TD = self._forward(parts[0] if len(parts) == 1 else torch.cat(parts), runs).cpu()
+        outputs_LD = torch.split(output_TD, [len(part_LD) for part_LD in parts])
+        for piece, output_LD in zip(pieces, outputs_LD, strict=True):
+            piece.buffers.write_output(piece.start, piece.end, output_LD)
 
     def _pack(self, runs: Sequence[RowChunk]) -> PackedRows | None:
-        return PackedRows(runs[0].table.pool, runs) if self._packs_rows else None
+        return PackedRows(runs[0].table.pool, runs) if self._family.packs_rows else None
 
     def _can_run_compiled(self, packed: PackedRows, pieces: Sequence[TokenSlice] = ()) -> bool:
         decoder = self._decoder

@@ -14,6 +14,7 @@ import ctypes
 import struct
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,32 +46,27 @@ class DecoderFunctions(NamedTuple):
 
 
 class ScratchBuffers:
-    """Scratch buffers of all layers for up to `most_tokens` tokens: one per name, width, dtype."""
+    """Scratch buffers of all layers for up to `max_tokens` tokens: one per name, shape, dtype."""
 
-    def __init__(self, most_tokens: int) -> None:
-        self._max_tokens = most_tokens
-        self._tensors: dict[tuple[str, int, torch.dtype], Tensor] = {}
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._tensors: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def get(self, name: str, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return a contiguous [T, width] buffer. Programs share it: contents last for one step."""
-        key = name, width, dtype
-        if key not in self._tensors:
-            self._tensors[key] = _empty_without_inference_mode((self._max_tokens, width), dtype)
-        return self._tensors[key][:tokens]
+        return self._get_or_allocate(name, (self._max_tokens, width), dtype)[:tokens]
 
     def scratch(self, count: int, dtype: torch.dtype) -> Tensor:
         """Return scratch memory [count], valid until the next call that uses it."""
-        size = 1 << (count - 1).bit_length()
-        key = "room", size, dtype
+        return self._get_or_allocate("scratch", (1 << (count - 1).bit_length(),), dtype)[:count]
+
+    def _get_or_allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        key = name, shape, dtype
         if key not in self._tensors:
-            self._tensors[key] = _empty_without_inference_mode((size,), dtype)
-        return self._tensors[key][:count]
-
-
-def _empty_without_inference_mode(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    # An inference-mode tensor could not be written outside inference mode.
-    with torch.inference_mode(False):
-        return torch.empty(shape, dtype=dtype)
+            # An inference-mode tensor could not be written outside inference mode.
+            with torch.inference_mode(False):
+                self._tensors[key] = torch.empty(shape, dtype=dtype)
+        return self._tensors[key]
 
 
 class CompiledStep:
@@ -100,10 +96,8 @@ class CompiledStep:
         self._hidden_TD = self._buffer("hidden", self._hidden_size)
         self._update_TD = self._buffer("added", self._hidden_size)
         """Last sublayer's output, added to `_hidden_TD` by the next norm."""
-        self._hidden, self._update = (
-            BufferRange.from_tensor(self._hidden_TD),
-            BufferRange.from_tensor(self._update_TD),
-        )
+        self._hidden = BufferRange.from_tensor(self._hidden_TD)
+        self._update = BufferRange.from_tensor(self._update_TD)
         self._uses_torch = False
         for layer in layers:
             self._add_layer(layer, pool)
@@ -112,11 +106,7 @@ class CompiledStep:
 
     def is_valid_for(self, rotary_tables: tuple[Tensor, Tensor], pool: PagePool) -> bool:
         """Whether the recorded addresses are still those of `rotary_tables` and `pool`."""
-        return (
-            self._pool() is pool
-            and self._rotary_tables[0] is rotary_tables[0]
-            and self._rotary_tables[1] is rotary_tables[1]
-        )
+        return self._pool() is pool and self._rotary_tables is rotary_tables
 
     def run(
         self, inputs: Iterable[BufferRange], outputs: Iterable[BufferRange], packed: PackedRows
@@ -151,7 +141,7 @@ class CompiledStep:
         qkv = self._buffer("qkv", (layer.num_q_heads + 2 * layer.num_kv_heads) * layer.head_dim)
         self._add_matmul(layer.qkv_proj, normed_TD, qkv)
         if layer.qk_norm is not None:
-            self._calls.append(_QkNormCall(layer, qkv))
+            self._calls.append(partial(_normalize_queries_and_keys, layer, qkv))
             self._uses_torch = True
         number = layer.layer_idx - pool.span.start
         cache = pool.keys_SHD[number].data_ptr(), pool.values_SHD[number].data_ptr()
@@ -197,7 +187,7 @@ class CompiledStep:
         if isinstance(linear, FastLinear):
             calls = linear.bind_into(input_TI, self._buffers.scratch, output_TO)
         if calls is None:
-            calls = [_MatmulCall(linear, input_TI, output_TO)]
+            calls = [partial(_copy_product, linear, input_TI, output_TO)]
             self._uses_torch = True
         self._calls += calls
         self._references.append(linear)
@@ -206,30 +196,16 @@ class CompiledStep:
         return self._buffers.get(name, self._tokens, width, self._dtype)
 
 
-class _MatmulCall:
-    """Product of a linear layer without prepared calls: its output is copied to `output_TO`."""
-
-    def __init__(self, linear: Any, input_TI: Tensor, output_TO: Tensor) -> None:
-        self._linear = linear
-        self._input_TI = input_TI
-        self._output_TO = output_TO
-
-    def __call__(self) -> None:
-        self._output_TO.copy_(self._linear.forward(self._input_TI))
+def _copy_product(linear: Any, input_TI: Tensor, output_TO: Tensor) -> None:
+    """Compute the product of a linear layer without prepared calls."""
+    output_TO.copy_(linear.forward(input_TI))
 
 
-class _QkNormCall:
+def _normalize_queries_and_keys(layer: FusedLayer, qkv: Tensor) -> None:
     """RMS norm of a layer's query and key heads, in place (Qwen3)."""
-
-    def __init__(self, layer: FusedLayer, qkv: Tensor) -> None:
-        self._layer = layer
-        self._qkv = qkv
-
-    def __call__(self) -> None:
-        layer, qkv = self._layer, self._qkv
-        assert layer.qk_norm is not None
-        turned = qkv.view(len(qkv), -1, layer.head_dim)[:, : layer.num_rotary_heads]
-        turned.copy_(layer.qk_norm.forward(turned))
+    assert layer.qk_norm is not None
+    turned = qkv.view(len(qkv), -1, layer.head_dim)[:, : layer.num_rotary_heads]
+    turned.copy_(layer.qk_norm.forward(turned))
 
 
 class _AttentionCall:
@@ -244,18 +220,11 @@ class _AttentionCall:
         attended: Tensor,
         step: _StepState,
     ) -> None:
-        self._function = attend
-        self._layer = layer
-        self._qkv = qkv
-        self._attended = attended
-        self._step = step
+        self._function, self._layer, self._step = attend, layer, step
+        self._qkv, self._attended = qkv, attended
         self._visible = step.visible_slots(layer)
-        self._leading_fields = (
-            qkv.data_ptr(),
-            *cache,
-            attended.data_ptr(),
-            *self._visible.addresses,
-        )
+        pointers = qkv.data_ptr(), *cache, attended.data_ptr()
+        self._leading_fields = *pointers, *self._visible.addresses
         self._scale = float_as_field(layer.scaling)
         self._kernel_call = attend.bind(
             *self._leading_fields, 0, 0, layer.num_kv_heads, 0, self._scale
@@ -340,9 +309,7 @@ class _VisibleSlots:
         self, max_tokens: int, buffers: ScratchBuffers, window: int | None, group: int, heads: int
     ) -> None:
         self._buffers = buffers
-        self._window = window
-        self._group = group
-        self._heads = heads
+        self._window, self._group, self._heads = window, group, heads
         self._index_arrays = [(ctypes.c_int64 * max_tokens)() for _ in range(3)]
         self.addresses = [ctypes.addressof(numbers) for numbers in self._index_arrays]
         """Addresses of three int64 arrays: token indices, first slots, numbers of slots."""
@@ -351,7 +318,7 @@ class _VisibleSlots:
         self.threads = 1
         self._scratch_floats = 0
         self.scratch = 0
-        """Address of scratch memory for `_size` scores."""
+        """Address of scratch memory for `_scratch_floats` scores."""
 
     def begin(self, rows: Sequence[PackedRow]) -> None:
         self.tokens = len(rows)
@@ -366,13 +333,12 @@ class _VisibleSlots:
             total += count
             most = max(most, count)
         self.scratch_stride = -(-most // MAX_VECTOR_FLOATS) * MAX_VECTOR_FLOATS
-        self.threads = (
-            torch.get_num_threads() if total * self._heads >= MULTITHREAD_MIN_SLOT_HEADS else 1
-        )
+        is_long = total * self._heads >= MULTITHREAD_MIN_SLOT_HEADS
+        self.threads = torch.get_num_threads() if is_long else 1
         size = self.threads * self._group * self.scratch_stride
         if size > self._scratch_floats:
-            room = self._buffers.scratch(size, torch.float32)
-            self._scratch_floats, self.scratch = len(room), room.data_ptr()
+            scratch = self._buffers.scratch(size, torch.float32)
+            self._scratch_floats, self.scratch = len(scratch), scratch.data_ptr()
 
 
 def _first_slot(row: PackedRow) -> int:

@@ -96,8 +96,7 @@ def compute_block_bytes(
 
 def cache_bytes_per_token(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     """Return the KV cache bytes of one token in one block."""
-    heads = checkpoint.family.cache_heads(checkpoint.config)
-    return 2 * heads.head_dim * heads.num_kv_heads * dtype.itemsize
+    return checkpoint.family.cache_heads(checkpoint.config).bytes_per_token(dtype)
 
 
 def fit_blocks(

@@ -4,10 +4,9 @@ q, k and v are one product, gate and up another. A small step is bound by dispat
 a layer of hidden size 1024 with hardly any weights takes 0.37 ms instead of 0.53, and the decoder's
 own forward 0.07 ms instead of 0.29 (one busy core).
 
-Compiled decoding of small batches through Llama-shaped layers.
-
-Beside reading weights, a small step costs dispatch: 5 to 30 us for each of torch's some thirty
-operations a layer. Here it is five kernels and four products (`compiled_step.py`).
+Small batches run on machine code: beside reading weights they cost dispatch, 5 to 30 us for each of
+torch's some thirty operations a layer. Here it is five kernels and four products
+(`compiled_step.py`).
 
 T packed tokens, D hidden, Q query heads, H key/value heads, E head size, P positions.
 """
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,8 +37,6 @@ from nesa_node.engine.model.fused_layer import FusedLayer, RotaryCache
 
 COMPILED_MAX_TOKENS = 32
 """Tokens in a step. Above, torch's whole-tensor operations are cheap and its attention faster."""
-
-
 MAX_COMPILED_STEPS = 48
 """Bounds memory: each takes up to 10 kB per layer, and clients choose the sub-spans they use."""
 
@@ -138,7 +136,9 @@ class FusedDecoder(nn.Module):
         self._rotary_cache = RotaryCache(
             decoder.rotary_emb, layers[0].head_dim, context_length, like_D
         )
-        self._compiled_decoder = _make_compiled_decoder(layers)
+        self._compiled_decoder: CompiledDecoder | None = None
+        with suppress(ValueError):  # no machine code supports such layers
+            self._compiled_decoder = CompiledDecoder(layers)
 
     def select_layers(self, local: Span) -> FusedDecoder:
         """Return a decoder of the layers `local`, which shares everything else."""
@@ -166,11 +166,3 @@ class FusedDecoder(nn.Module):
         assert self._compiled_decoder is not None
         tables = self._rotary_cache.tables_for(packed.max_length)
         self._compiled_decoder.run(self._layers_in_order, inputs, outputs, tables, packed)
-
-
-def _make_compiled_decoder(layers: Sequence[FusedLayer]) -> CompiledDecoder | None:
-    """Return a compiled decoder for `layers`; None if their shape is unsupported."""
-    try:
-        return CompiledDecoder(layers)
-    except ValueError:
-        return None

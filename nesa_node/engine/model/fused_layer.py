@@ -63,11 +63,9 @@ class FusedLayer(nn.Module):
         self.window = _attention_window(attention)
         self.scaling: float = attention.scaling
         self.head_dim: int = attention.head_dim
-        self.num_rotary_heads = (attention.q_proj.out_features + attention.k_proj.out_features) // (
-            self.head_dim
-        )
         self.num_q_heads = attention.q_proj.out_features // self.head_dim
-        self.num_kv_heads = self.num_rotary_heads - self.num_q_heads
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.num_rotary_heads = self.num_q_heads + self.num_kv_heads
         self.qkv_proj = _concatenate_linears(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o_proj = attention.o_proj
         self.gate_up_proj = _concatenate_linears(mlp.gate_proj, mlp.up_proj)
@@ -77,10 +75,10 @@ class FusedLayer(nn.Module):
         self.post_attention_norm = RMSNorm.from_module(layer.post_attention_layernorm)
         self.qk_norm: RMSNorm | None = None
         if hasattr(attention, "q_norm"):
-            query_E, key_E = attention.q_norm.weight, attention.k_norm.weight
-            keys = self.num_rotary_heads - self.num_q_heads
-            weight = torch.cat((query_E.expand(self.num_q_heads, -1), key_E.expand(keys, -1)))
-            self.qk_norm = RMSNorm(weight, attention.q_norm.variance_epsilon)
+            query_QE = attention.q_norm.weight.expand(self.num_q_heads, -1)
+            key_HE = attention.k_norm.weight.expand(self.num_kv_heads, -1)
+            norm_eps = attention.q_norm.variance_epsilon
+            self.qk_norm = RMSNorm(torch.cat((query_QE, key_HE)), norm_eps)
 
     def forward(
         self, hidden_TD: Tensor, rotation: tuple[Tensor, Tensor], packed: PackedRows
@@ -113,9 +111,8 @@ class FusedLayer(nn.Module):
         return output_TD
 
     def _mlp(self, hidden_TD: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj.forward(self.post_attention_norm.forward(hidden_TD)).chunk(
-            2, dim=-1
-        )
+        gate_up = self.gate_up_proj.forward(self.post_attention_norm.forward(hidden_TD))
+        gate, up = gate_up.chunk(2, dim=-1)
         output_TD: Tensor = self.down_proj.forward(self.act_fn.forward(gate).mul_(up))
         return output_TD
 
@@ -140,12 +137,9 @@ class RMSNorm(nn.Module):
 
 def _attention_window(attention: Any) -> int | None:
     """Return the sliding window of a layer's attention in tokens; None if it is unbounded."""
-    if hasattr(attention, "sliding_window"):
-        window: int | None = attention.sliding_window
-    elif attention.config.model_type == "mistral":
-        window = attention.config.sliding_window
-    else:
-        window = None
+    config = attention.config
+    of_mistral = config.sliding_window if config.model_type == "mistral" else None
+    window: int | None = getattr(attention, "sliding_window", of_mistral)
     return window
 
 

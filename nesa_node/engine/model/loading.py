@@ -1,14 +1,11 @@
 """Loaders of a model's parts: a span of blocks, the embedding, the head.
 
-Embedding and head of a model: token ids to hidden states, and hidden states to logits.
-
 L tokens, R rows of one token each, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
@@ -28,28 +25,23 @@ from nesa_node.engine.weights.files import Progress
 from nesa_node.engine.weights.skeleton import Skeleton
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingModules:
-    """Modules of a model's input side. `ModelFamily` says which exist, and their order."""
-
-    tokens: nn.Module
-    projection_in: nn.Module | None
-    positions: nn.Embedding | None
-    norm: nn.Module | None
-
-
 class Embedder:
-    """Embedding of token ids: the first block's input."""
+    """Embedding of token ids: the first block's input. `ModelFamily` says which modules exist."""
 
-    def __init__(self, modules: EmbeddingModules, *, context_length: int) -> None:
+    def __init__(
+        self,
+        tokens: nn.Module,
+        *,
+        projection_in: nn.Module | None,
+        positions: nn.Embedding | None,
+        norm: nn.Module | None,
+        context_length: int,
+    ) -> None:
+        self.token_embedding = tokens
+        """Without projection, positions or norm."""
         self.context_length = context_length
-        self._modules = modules
-        self._weight = next(modules.tokens.parameters())
-
-    @property
-    def token_embedding(self) -> nn.Module:
-        """The model's token embedding module, without projection, positions or norm."""
-        return self._modules.tokens
+        self._projection_in, self._positions, self._norm = projection_in, positions, norm
+        self._weight = next(tokens.parameters())
 
     @property
     def vocab_size(self) -> int:
@@ -71,7 +63,7 @@ class Embedder:
             raise ContextLengthError(f"{end} tokens; the model holds {self.context_length}")
         self._check_ids(ids_L)
         places_L = None
-        if self._modules.positions is not None:
+        if self._positions is not None:
             places_L = torch.arange(position, end, device=self._weight.device)
         return self._embed(ids_L, places_L)
 
@@ -92,15 +84,14 @@ class Embedder:
             raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}")
 
     def _embed(self, ids_L: Tensor, positions_L: Tensor | None) -> Tensor:
-        modules = self._modules
-        hidden_LD: Tensor = modules.tokens(ids_L.to(self._weight.device))
-        if modules.projection_in is not None:
-            hidden_LD = modules.projection_in(hidden_LD)
-        if modules.positions is not None and positions_L is not None:
-            places_L = positions_L + int(getattr(modules.positions, "offset", 0))
-            hidden_LD = hidden_LD + nn.functional.embedding(places_L, modules.positions.weight)
-        if modules.norm is not None:
-            hidden_LD = modules.norm(hidden_LD)
+        hidden_LD: Tensor = self.token_embedding(ids_L.to(self._weight.device))
+        if self._projection_in is not None:
+            hidden_LD = self._projection_in(hidden_LD)
+        if self._positions is not None and positions_L is not None:
+            places_L = positions_L + int(getattr(self._positions, "offset", 0))
+            hidden_LD = hidden_LD + nn.functional.embedding(places_L, self._positions.weight)
+        if self._norm is not None:
+            hidden_LD = self._norm(hidden_LD)
         return hidden_LD
 
 
@@ -108,11 +99,7 @@ class Head:
     """Final norm and LM head: the last block's output to logits in the model's dtype."""
 
     def __init__(
-        self,
-        final: Sequence[nn.Module],
-        lm_head: nn.Linear,
-        *,
-        softcap: float | None,
+        self, final: Sequence[nn.Module], lm_head: nn.Linear, *, softcap: float | None
     ) -> None:
         self._final_modules = tuple(final)
         self._dtype, self._device = lm_head.weight.dtype, lm_head.weight.device
@@ -218,22 +205,24 @@ def load_blocks(
         decoder = FusedDecoder(decoder, checkpoint.context_length)
     replace_linear_layers(decoder)
     return ModelBlocks(
-        decoder,
-        family.layers_name,
-        span,
-        heads=family.cache_heads(checkpoint.config),
-        hidden_size=int(checkpoint.config.hidden_size),
-        context_length=checkpoint.context_length,
-        weight_bytes=weight_bytes,
-        packs_rows=family.packs_rows,
-        dtype=dtype,
-        device=device,
+        decoder, checkpoint, span, weight_bytes=weight_bytes, dtype=dtype, device=device
     )
 
 
 def embedder_and_head_names(skeleton: Skeleton) -> list[str]:
     """Return the names of the tensors that `load_embedder_and_head` loads."""
     return [*_embedder_names(skeleton), *_head_names(skeleton)]
+
+
+def _embedder_names(skeleton: Skeleton) -> list[str]:
+    family = skeleton.family
+    return skeleton.module_names(*(f"{family.decoder}.{name}" for name in family.input_modules))
+
+
+def _head_names(skeleton: Skeleton) -> list[str]:
+    family = skeleton.family
+    final = (f"{family.decoder}.{name}" for name in family.final_modules)
+    return skeleton.module_names(*final, LM_HEAD_PATH)
 
 
 def load_embedder_and_head(
@@ -249,69 +238,26 @@ def load_embedder_and_head(
     """
     device = torch.device(device)
     skeleton = Skeleton(checkpoint)
-    embedder = _load_embedder(skeleton, dtype, device, progress)
-    return embedder, _load_head(skeleton, dtype, device, progress)
-
-
-def _embedder_names(skeleton: Skeleton) -> list[str]:
-    family = skeleton.family
-    parts = (family.embedding, family.projection_in, family.positions, family.embedding_norm)
-    return [
-        name
-        for part in parts
-        if part is not None
-        for name in skeleton.module_names(f"{family.decoder}.{part}")
-    ]
-
-
-def _head_names(skeleton: Skeleton) -> list[str]:
-    family = skeleton.family
-    parts = [*(f"{family.decoder}.{part}" for part in family.final_modules), LM_HEAD_PATH]
-    return [name for part in parts for name in skeleton.module_names(part)]
-
-
-def _load_embedder(
-    skeleton: Skeleton, dtype: torch.dtype, device: torch.device, progress: Progress | None
-) -> Embedder:
     family, decoder = skeleton.family, skeleton.decoder
-    tokens: nn.Module = getattr(decoder, family.embedding)
-    others = (family.projection_in, family.positions, family.embedding_norm)
-    modules = {name: getattr(decoder, name) for name in others if name is not None}
-    skeleton.make_buffers(tokens, device)
-    skeleton.load(
-        _embedder_names(skeleton),
-        dtype=dtype,
-        device=device,
-        task="loading embeddings",
-        progress=progress,
-    )
-    return Embedder(
-        EmbeddingModules(
-            tokens=tokens,
-            projection_in=modules.get(family.projection_in or ""),
-            positions=modules.get(family.positions or ""),
-            norm=modules.get(family.embedding_norm or ""),
-        ),
-        context_length=skeleton.checkpoint.context_length,
-    )
+    skeleton.make_buffers(getattr(decoder, family.embedding), device)
+    for names, task in (
+        (_embedder_names(skeleton), "loading embeddings"),
+        (_head_names(skeleton), "loading the head"),
+    ):
+        skeleton.load(names, dtype=dtype, device=device, task=task, progress=progress)
 
+    def find(name: str | None) -> Any:
+        return None if name is None else getattr(decoder, name)
 
-def _load_head(
-    skeleton: Skeleton, dtype: torch.dtype, device: torch.device, progress: Progress | None
-) -> Head:
-    family, decoder = skeleton.family, skeleton.decoder
-    final = [name for name in family.final_modules if getattr(decoder, name) is not None]
-    skeleton.load(
-        _head_names(skeleton),
-        dtype=dtype,
-        device=device,
-        task="loading the head",
-        progress=progress,
+    embedder = Embedder(
+        find(family.embedding),
+        projection_in=find(family.projection_in),
+        positions=find(family.positions),
+        norm=find(family.embedding_norm),
+        context_length=checkpoint.context_length,
     )
+    final = [module for module in map(find, family.final_modules) if module is not None]
     lm_head = skeleton.model.get_submodule(LM_HEAD_PATH)
     assert isinstance(lm_head, nn.Linear)
-    return Head(
-        [getattr(decoder, name) for name in final],
-        lm_head,
-        softcap=getattr(skeleton.checkpoint.config, "final_logit_softcapping", None),
-    )
+    softcap = getattr(checkpoint.config, "final_logit_softcapping", None)
+    return embedder, Head(final, lm_head, softcap=softcap)

@@ -37,6 +37,13 @@ class CacheHeads:
     head_dim: int
     repeats: int = 1
 
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Return 2 x head_dim x n_kv_heads x bytes per item: the cache of a token in one block.
+
+        Nesa paper, eq. 4, corrected: the paper counts query heads and the whole model's blocks.
+        """
+        return 2 * self.head_dim * self.num_kv_heads * dtype.itemsize
+
 
 def _grouped_query_heads(config: Any) -> CacheHeads:
     heads = config.num_attention_heads
@@ -76,6 +83,11 @@ class ModelFamily:
     """Context length where the config of the family need not state one."""
     unsupported_settings: Mapping[str, object] | None = None
     """Config settings with which a model of the family is rejected."""
+
+    @property
+    def input_modules(self) -> list[str]:
+        names = (self.embedding, self.projection_in, self.positions, self.embedding_norm)
+        return [name for name in names if name is not None]
 
     @property
     def layers_path(self) -> str:

@@ -130,13 +130,13 @@ class Skeleton:
 
     def block_names(self, span: Span) -> list[str]:
         """Return the names of the model's tensors in these blocks."""
-        prefixes = tuple(
-            f"{self.family.layers_path}.{index}." for index in range(*_span_bounds(span))
-        )
-        return [name for name in self._shapes if name.startswith(prefixes)]
+        indices = range(span.start, span.end)
+        return self.module_names(*(f"{self.family.layers_path}.{index}" for index in indices))
 
-    def module_names(self, path: str) -> list[str]:
-        return [name for name in self._shapes if name.startswith(f"{path}.")]
+    def module_names(self, *paths: str) -> list[str]:
+        """Return the names of the model's tensors in these modules."""
+        prefixes = tuple(f"{path}." for path in paths)
+        return [name for name in self._shapes if name.startswith(prefixes)]
 
     def source_names(self, names: Iterable[str]) -> list[str]:
         """Return the names of the checkpoint's tensors that these are made from.
@@ -313,10 +313,6 @@ class Skeleton:
             raise UnsupportedModelError(f"{name} is converted to {sorted(made)}; one is expected")
         tensor: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
         return tensor
-
-
-def _span_bounds(span: Span) -> tuple[int, int]:
-    return span.start, span.end
 
 
 def _natural_sort_key(name: str) -> list[tuple[int, str]]:

@@ -101,11 +101,11 @@ def test_the_ends_of_a_strangers_model_take_half_of_what_is_free(
 ) -> None:
     checkpoint = open_local(save_tiny_model(family, models_dir))
     embedder, head = load_embedder_and_head(checkpoint, dtype=torch.float32, device="cpu")
-    parts = embedder._modules
     tensors = {
         tensor.data_ptr(): tensor.nbytes
         for module in (
-            *(parts.tokens, parts.projection_in, parts.positions, parts.norm),
+            *(embedder.token_embedding, embedder._projection_in, embedder._positions),
+            embedder._norm,
             *(*head._final_modules, head.lm_head),
         )
         if module is not None

@@ -163,7 +163,7 @@ def test_a_missing_position_code_is_caught(
 
 def _remove_position_code(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     removed = 0
-    positions = chain.embedder._modules.positions
+    positions = chain.embedder._positions
     if positions is not None:
         monkeypatch.setattr(positions, "weight", nn.Parameter(torch.zeros_like(positions.weight)))
         removed += 1
