@@ -26,7 +26,7 @@ from nesa_node.client.model.auto import load_generation_config
 from nesa_node.engine.weights.checkpoint import Checkpoint, list_weight_files
 from nesa_node.engine.weights.families import read_config
 from nesa_node.engine.weights.files import Progress, check_side_files
-from nesa_node.engine.weights.hub import HubFile, HubRepository, _find_repository
+from nesa_node.engine.weights.hub import HubFile, HubRepository, _find_files
 from nesa_node.engine.weights.tokenizer import (
     load_discovered_tokenizer,
     load_tokenizer,
@@ -75,9 +75,9 @@ def _listings() -> Iterator[Parse]:
         def parse(data: bytes) -> None:
             nonlocal body
             body = data
-            found = _find_repository(api, "evil/model", None, max_disk_bytes=1 << 20, evicts=False)
-            assert all(isinstance(file.size, int) for file in found.files.values())
-            list_weight_files(set(found.files), folder, name="evil/model")
+            _, found = _find_files(api, "evil/model", None)
+            assert all(isinstance(file.size, int) for file in found.values())
+            list_weight_files(set(found), folder, name="evil/model")
 
         yield parse
 
@@ -89,7 +89,7 @@ def _headers() -> Iterator[Parse]:
     with _answering(lambda _: httpx2.Response(206, content=body)) as api:
         files = {"a.safetensors": HubFile("a.safetensors", 100, "d" * 64, is_lfs=True)}
         repository = HubRepository(
-            api, "evil/model", _COMMIT, files, max_disk_bytes=None, evicts=False
+            api, "evil/model", _COMMIT, files, Path("unused"), max_disk_bytes=None, evicts=False
         )
 
         def parse(data: bytes) -> None:

@@ -1,9 +1,4 @@
-"""Model checkpoint: config and tensors, from a local folder or the hub, and its identity.
-
-Sampled digests, which tell sets of weights apart without reading all of them.
-
-Model identifier, under which nodes find each other in the swarm.
-"""
+"""Model checkpoint: config and tensors, and the model id by which nodes find each other."""
 
 from __future__ import annotations
 
@@ -55,17 +50,16 @@ def sample_digests(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str,
     Windows are at both ends and evenly between, so that retrained weights differ in them; a single
     changed value elsewhere goes unnoticed. How tensors are spread over files does not matter.
     """
-    return {name: _sample_digest(folder, name, info) for name, info in tensors.items()}
-
-
-def _sample_digest(folder: Path, name: str, info: TensorInfo) -> str:
-    digest = hashlib.sha256(f"{name}\0{info.dtype}\0{list(info.shape)}\0".encode())
-    last = max(info.nbytes - WINDOW_BYTES, 0)
-    for start in sorted(
-        {last * index // (WINDOWS_PER_TENSOR - 1) for index in range(WINDOWS_PER_TENSOR)}
-    ):
-        digest.update(read_window(folder, info, start, min(WINDOW_BYTES, info.nbytes - start)))
-    return digest.hexdigest()
+    digests = {}
+    for name, info in tensors.items():
+        digest = hashlib.sha256(f"{name}\0{info.dtype}\0{list(info.shape)}\0".encode())
+        last = max(info.nbytes - WINDOW_BYTES, 0)
+        windows = range(WINDOWS_PER_TENSOR)
+        for start in sorted({last * index // (WINDOWS_PER_TENSOR - 1) for index in windows}):
+            length = min(WINDOW_BYTES, info.nbytes - start)
+            digest.update(read_window(folder, info, start, length))
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 SINGLE_FILE = "model.safetensors"
@@ -81,7 +75,7 @@ class Checkpoint(ABC):
         name: str,
         folder: Path,
         config: PreTrainedConfig,
-        tensors: Mapping[str, TensorInfo],
+        tensors: dict[str, TensorInfo],
     ) -> None:
         self.name = name
         self.folder = folder
@@ -135,15 +129,13 @@ class Checkpoint(ABC):
             sizes[info.dtype] += info.numel
         return max(DTYPES.values(), key=lambda candidate: sizes[candidate])
 
-    def raw_config(self) -> dict[str, object]:
-        return read_raw_config(self.folder, name=self.name)
-
 
 class LocalCheckpoint(Checkpoint):
     """A folder with `config.json` and `model.safetensors`, or its shards and their index."""
 
     def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
-        missing = {self.tensors[name].file for name in names} - set(self._list_files())
+        present = {path.name for path in self.folder.iterdir()}
+        missing = {self.tensors[name].file for name in names} - present
         if missing:
             raise ModelNotFoundError(f"{self.folder} no longer has {', '.join(sorted(missing))}")
 
@@ -152,9 +144,6 @@ class LocalCheckpoint(Checkpoint):
 
     def tensor_digests(self) -> Mapping[str, str]:
         return sample_digests(self.folder, self.tensors)
-
-    def _list_files(self) -> Iterable[str]:
-        return (path.name for path in self.folder.iterdir())
 
 
 def open_folder(folder: Path) -> LocalCheckpoint:
@@ -227,14 +216,9 @@ def compute_model_id(checkpoint: Checkpoint) -> ModelId:
     """
     config = {
         key: value
-        for key, value in checkpoint.raw_config().items()
+        for key, value in read_raw_config(checkpoint.folder, name=checkpoint.name).items()
         if key not in _IGNORED_CONFIG_KEYS
     }
-    return ModelId(
-        f"{checkpoint.name}@{_hash_config_and_tensors(config, checkpoint.tensor_digests())}"
-    )
-
-
-def _hash_config_and_tensors(config: Mapping[str, object], tensors: Mapping[str, str]) -> str:
-    canonical = json.dumps([config, tensors], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+    identity = [config, checkpoint.tensor_digests()]
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return ModelId(f"{checkpoint.name}@{hashlib.sha256(canonical.encode()).hexdigest()[:16]}")

@@ -1,7 +1,4 @@
-"""Models on the Hugging Face hub: download of the files that are needed, checked by hash.
-
-Disk usage of the local hub cache, and eviction of repositories.
-"""
+"""Models on the Hugging Face hub: download of the files needed, checked by hash, into a cache."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,65 +50,9 @@ from nesa_node.engine.weights.files import (
 )
 
 
-def require_room(
-    cache_dir: Path, needed: int, *, limit: int | None, model: str, evicts: bool
-) -> None:
-    """Raises `DiskLimitError` where `needed` more bytes do not fit under `cache_dir`.
-
-    With `evicts`, repositories other than `model` are removed as far as `limit` requires, the least
-    recently used first.
-    """
-    if not needed:
-        return
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    if limit is not None:
-        used = compute_folder_bytes(cache_dir)
-        if evicts:
-            used -= _evict(cache_dir, used + needed - limit, keep=get_repository_folder(model))
-        if used + needed > limit:
-            raise DiskLimitError(
-                f"{model} needs {_format_gib(needed)} more, {cache_dir} holds "
-                f"{_format_gib(used)} and may hold {_format_gib(limit)}; raise the disk limit, "
-                "take fewer blocks or clear that folder"
-            )
-    free = shutil.disk_usage(cache_dir).free
-    if needed > free:
-        raise DiskLimitError(
-            f"{model} needs {_format_gib(needed)}, {cache_dir} has {_format_gib(free)} left"
-        )
-
-
-def mark_used(cache_dir: Path, model: str) -> None:
-    """Mark a repository as used now."""
-    os.utime(cache_dir / get_repository_folder(model))
-
-
-def get_repository_folder(model: str) -> str:
-    """Return huggingface_hub's folder name of a repository."""
-    return "models--" + model.replace("/", "--")
-
-
 def compute_folder_bytes(folder: Path) -> int:
     """Return the bytes of the files in `folder`, without links."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink())
-
-
-def _evict(cache_dir: Path, excess: int, *, keep: str) -> int:
-    """Remove repositories until `excess` bytes are freed; none if removing all would not suffice.
-
-    Returns the bytes freed.
-    """
-    found = [path for path in cache_dir.glob("models--*") if path.is_dir() and path.name != keep]
-    sizes = {path: compute_folder_bytes(path) for path in found}
-    if sum(sizes.values()) < excess:
-        return 0
-    freed = 0
-    for path in sorted(found, key=lambda path: path.stat().st_mtime):
-        if freed >= excess:
-            break
-        shutil.rmtree(path)
-        freed += sizes[path]
-    return freed
 
 
 def _format_gib(count: int) -> str:
@@ -137,30 +78,22 @@ class HubFile:
     is_lfs: bool
 
 
+@dataclass(frozen=True, slots=True)
 class HubRepository:
-    """One commit of a repository, and its files in the local cache."""
+    """One commit of a repository, and its files in the local cache.
 
-    def __init__(
-        self,
-        api: HfApi,
-        name: str,
-        commit: str,
-        files: Mapping[str, HubFile],
-        *,
-        max_disk_bytes: int | None,
-        evicts: bool,
-    ) -> None:
-        """`open_hub` explains `max_disk_bytes` and `evicts`."""
-        self.api = api
-        self.name = name
-        self.commit = commit
-        self.files = files
-        self._max_disk_bytes = max_disk_bytes
-        self._evicts = evicts
+    `open_hub` explains `max_disk_bytes` and `evicts`.
+    """
 
-    def download(
-        self, names: Iterable[str], cache_dir: Path, *, progress: Progress | None = None
-    ) -> Path:
+    api: HfApi
+    name: str
+    commit: str
+    files: Mapping[str, HubFile]
+    cache_dir: Path
+    max_disk_bytes: int | None
+    evicts: bool
+
+    def download(self, names: Iterable[str], *, progress: Progress | None = None) -> Path:
         """Download missing files, verify all, and return their folder. Blocks the thread.
 
         Raises `DiskLimitError` and `CorruptCheckpointError` before downloading files for which
@@ -168,35 +101,78 @@ class HubRepository:
         from the hub's.
         """
         with track_wait("files of the model from the hub"):
-            return self._download(names, cache_dir, progress)
+            return self._download([self.files[name] for name in names], progress)
 
-    def _download(self, names: Iterable[str], cache_dir: Path, progress: Progress | None) -> Path:
-        files = [self.files[name] for name in names]
+    def _download(self, files: Sequence[HubFile], progress: Progress | None) -> Path:
+        cache, missing = self.cache_dir, []
         for file in files:
             if file.name in MAX_SIDE_FILE_BYTES:
                 check_size(file.name, file.size, where=self.name)
-        missing = [file for file in files if not self._is_cached(file, cache_dir)]
-        needed = sum(file.size for file in missing)
-        require_room(
-            cache_dir, needed, limit=self._max_disk_bytes, model=self.name, evicts=self._evicts
-        )
-        done, total = 0, sum(file.size for file in missing)
-        folder = cache_dir
+            found = try_to_load_from_cache(self.name, file.name, cache, self.commit)
+            if not isinstance(found, str):
+                missing.append(file)
+        total = sum(file.size for file in missing)
+        if total:
+            self._require_room(total)
+        done, folder = 0, cache
         for file in files:
             bar = _make_bar_class(progress, f"downloading {self.name}", done, total)
             with _convert_hub_errors(self.name):
                 path = self.api.hf_hub_download(
-                    self.name,
-                    file.name,
-                    revision=self.commit,
-                    cache_dir=cache_dir,
-                    tqdm_class=bar,
+                    self.name, file.name, revision=self.commit, cache_dir=cache, tqdm_class=bar
                 )
-            mark_used(cache_dir, self.name)
+            os.utime(cache / self._folder_name)  # used now, as `_evict` orders them
             _verify(Path(path), file)
             folder = Path(path).parent
             done += file.size if file in missing else 0
         return folder
+
+    def _require_room(self, needed: int) -> None:
+        """Evict as far as the limit requires. Raises `DiskLimitError` without room."""
+        self.cache_dir.mkdir(parents=True, exist_ok=True)
+        limit = self.max_disk_bytes
+        if limit is not None:
+            used = compute_folder_bytes(self.cache_dir)
+            if self.evicts:
+                used -= self._evict(used + needed - limit)
+            if used + needed > limit:
+                raise DiskLimitError(
+                    f"{self.name} needs {_format_gib(needed)} more, {self.cache_dir} holds "
+                    f"{_format_gib(used)} and may hold {_format_gib(limit)}; raise the disk limit, "
+                    "take fewer blocks or clear that folder"
+                )
+        free = shutil.disk_usage(self.cache_dir).free
+        if needed > free:
+            raise DiskLimitError(
+                f"{self.name} needs {_format_gib(needed)}, {self.cache_dir} has "
+                f"{_format_gib(free)} left"
+            )
+
+    def _evict(self, excess: int) -> int:
+        """Remove other repositories until `excess` bytes are freed, the least recently used first.
+
+        Returns the bytes freed: none if removing all would not suffice.
+        """
+        found = [path for path in self.cache_dir.glob("models--*") if path.is_dir()]
+        sizes = {
+            path: compute_folder_bytes(path)
+            for path in sorted(found, key=lambda path: path.stat().st_mtime)
+            if path.name != self._folder_name
+        }
+        if sum(sizes.values()) < excess:
+            return 0
+        freed = 0
+        for path, size in sizes.items():
+            if freed >= excess:
+                break
+            shutil.rmtree(path)
+            freed += size
+        return freed
+
+    @property
+    def _folder_name(self) -> str:
+        """The name that huggingface_hub gives to a repository's folder."""
+        return "models--" + self.name.replace("/", "--")
 
     def read_headers(self, names: Iterable[str]) -> dict[str, TensorInfo]:
         """Return the tensors of safetensors files, downloading only their headers."""
@@ -229,12 +205,6 @@ class HubRepository:
         content: bytes = response.content
         return content[:count]
 
-    def _is_cached(self, file: HubFile, cache_dir: Path) -> bool:
-        found = try_to_load_from_cache(
-            self.name, file.name, cache_dir=cache_dir, revision=self.commit
-        )
-        return isinstance(found, str)
-
 
 _HUB_NAME_PATTERN = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -246,13 +216,9 @@ class HubCheckpoint(Checkpoint):
         folder: Path,
         config: PreTrainedConfig,
         tensors: dict[str, TensorInfo],
-        *,
-        cache_dir: Path,
     ) -> None:
         super().__init__(repository.name, folder, config, tensors)
         self._repository = repository
-        self._mutable_tensors = tensors
-        self._cache_dir = cache_dir
         self._fetched_files: set[str] = set()
 
     @property
@@ -264,14 +230,14 @@ class HubCheckpoint(Checkpoint):
         files = sorted({self.tensors[name].file for name in names} - self._fetched_files)
         if not files:
             return
-        self._repository.download(files, self._cache_dir, progress=progress)
+        self._repository.download(files, progress=progress)
         for file in files:
-            self._mutable_tensors.update(read_header(self.folder / file, file))
+            self.tensors.update(read_header(self.folder / file, file))
         self._fetched_files.update(files)
 
     def fetch_side_files(self) -> Path:
         wanted = [name for name in MAX_SIDE_FILE_BYTES if name in self._repository.files]
-        return self._repository.download(wanted, self._cache_dir)
+        return self._repository.download(wanted)
 
     def tensor_digests(self) -> Mapping[str, str]:
         files = {info.file for info in self.tensors.values()}
@@ -285,7 +251,6 @@ def open_checkpoint(
     token: str | None = None,
     cache_dir: Path,
     max_disk_bytes: int | None = None,
-    evicts: bool = False,
     endpoint: str | None = None,
 ) -> Checkpoint:
     """Open a local folder, or a hub repository by name (its config and headers only).
@@ -310,7 +275,6 @@ def open_checkpoint(
         token=token,
         cache_dir=cache_dir,
         max_disk_bytes=max_disk_bytes,
-        evicts=evicts,
         endpoint=endpoint,
     )
 
@@ -332,42 +296,39 @@ def open_hub(
     as `open_checkpoint` does.
     """
     api = HfApi(endpoint=endpoint, token=token)
-    repository = _find_repository(
-        api, model, revision, max_disk_bytes=max_disk_bytes, evicts=evicts
+    commit, files = _find_files(api, model, revision)
+    repository = HubRepository(
+        api, model, commit, files, cache_dir / "hub", max_disk_bytes, evicts=evicts
     )
-    cache_dir = cache_dir / "hub"
-    small = [name for name in ("config.json", INDEX_FILE) if name in repository.files]
-    if "config.json" not in small:
+    if "config.json" not in files:
         raise ModelNotFoundError(
             f"{model} on the hub has no config.json; it is no transformers model"
         )
-    folder = repository.download(small, cache_dir)
+    folder = repository.download(name for name in ("config.json", INDEX_FILE) if name in files)
     config = read_config(folder, name=model)
-    tensors = repository.read_headers(list_weight_files(set(repository.files), folder, name=model))
-    return HubCheckpoint(repository, folder, config, tensors, cache_dir=cache_dir)
+    tensors = repository.read_headers(list_weight_files(set(files), folder, name=model))
+    return HubCheckpoint(repository, folder, config, tensors)
 
 
-def _find_repository(
-    api: HfApi, model: str, revision: str | None, *, max_disk_bytes: int | None, evicts: bool
-) -> HubRepository:
+def _find_files(api: HfApi, model: str, revision: str | None) -> tuple[str, dict[str, HubFile]]:
+    """Return the commit of a revision, and its files by name."""
     with _convert_hub_errors(model), track_wait("the hub's list of files", limit_s=_TIMEOUT_S):
         info = api.model_info(model, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
     files = {}
     for sibling in info.siblings or ():
+        name, is_lfs = sibling.rfilename, sibling.lfs is not None
         digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
         size: object = sibling.size
         if digest is not None and size is not None:
             if not isinstance(size, int) or size < 0:
                 raise CorruptCheckpointError(
-                    f"the hub's list of files of {model} gives {sibling.rfilename!r} a size "
+                    f"the hub's list of files of {model} gives {name!r} a size "
                     "that is no number of bytes"
                 )
-            files[sibling.rfilename] = HubFile(
-                sibling.rfilename, size, digest, is_lfs=sibling.lfs is not None
-            )
+            files[name] = HubFile(name, size, digest, is_lfs)
     if info.sha is None:
         raise ModelNotFoundError(f"the hub names no commit for {model}")
-    return HubRepository(api, model, info.sha, files, max_disk_bytes=max_disk_bytes, evicts=evicts)
+    return info.sha, files
 
 
 def _verify(path: Path, file: HubFile) -> None:
