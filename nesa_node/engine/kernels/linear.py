@@ -18,17 +18,9 @@ torch as weight x tokens:
 | gemv | 11.4 | 10.5 | 10.7 | 9.9 | - | - |
 | torch | 6.2 | 6.7 | 7.8 | 10.9 | 9.9 | 7.1 |
 
-Matrix products for decoding: weights [O, I] times few tokens.
-
-Decoding reads every weight once per step, so that memory bandwidth bounds it. These kernels read a
-weight in memory order and prefetch far ahead. A token's result has the same bits for any batch.
-
-Products in bfloat16 for up to 32 tokens, by AMX.
-
-They read a weight once for all tokens, at memory bandwidth for up to 16. A token's result has the
-same bits for any batch.
-
-Products of many tokens with quantized weights, dequantized in chunks of rows.
+Decoding reads every weight once per step, so that memory bandwidth bounds it. Our products read a
+weight in memory order and prefetch far ahead; those on AMX read it once for all tokens, at memory
+bandwidth for up to 16. A token's result has the same bits for any batch.
 
 T tokens, I inputs, O outputs, R rows of weights.
 """
@@ -63,7 +55,7 @@ class Gemv:
     """Product x [T, I] -> x W^T + b [T, O] for up to `GEMV_MAX_TOKENS` tokens of one dtype."""
 
     def __init__(self, functions: list[NativeFunction]) -> None:
-        """`functions`: functions for 1, 2, ... tokens."""
+        """`functions` are for 1, 2, ... tokens."""
         self._functions = functions
 
     def __call__(self, input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
@@ -125,7 +117,7 @@ class AmxMatmul:
     """AMX product x [T, I] -> x W^T + b [T, O] for up to `AMX_MAX_TOKENS` tokens."""
 
     def __init__(self, functions: list[NativeFunction]) -> None:
-        """`functions`: functions for one tile of tokens, and for two."""
+        """`functions` are for one tile of tokens, and for two."""
         self._functions = functions
 
     def __call__(self, input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
@@ -133,9 +125,9 @@ class AmxMatmul:
 
         All are bfloat16, except `bias_O` in float32. Sums are float32, rounded once.
         """
-        room = torch.empty(count_scratch_items(*input_TI.shape), dtype=torch.int32)
+        scratch = torch.empty(count_scratch_items(*input_TI.shape), dtype=torch.int32)
         output_TO = torch.empty(len(input_TI), len(weight_OI), dtype=weight_OI.dtype)
-        for call in self.bind_calls(input_TI.contiguous(), room, weight_OI, bias_O, output_TO):
+        for call in self.bind_calls(input_TI.contiguous(), scratch, weight_OI, bias_O, output_TO):
             call()
         return output_TO
 
@@ -149,7 +141,7 @@ class AmxMatmul:
     ) -> list[Callable[[], object]]:
         """Return calls that write the product of the contents of `input_TI` to `output_TO`.
 
-        `room`: int32 scratch memory of `count_scratch_items(T, I)` items. All tensors are
+        `pairs_scratch`: int32 scratch memory of `count_scratch_items(T, I)` items. All tensors are
         contiguous, and the caller keeps them alive.
         """
         tokens, (outputs, inputs) = len(input_TI), weight_OI.shape
@@ -214,9 +206,8 @@ def multiply_by_row_chunks(
     that is reused for all chunks.
     """
     tokens, inputs = input_TI.shape
-    step = (
-        max(_UNPACK_CHUNK_BYTES // (inputs * input_TI.itemsize) // _ROW_MULTIPLE, 1) * _ROW_MULTIPLE
-    )
+    chunk_rows = _UNPACK_CHUNK_BYTES // (inputs * input_TI.itemsize)
+    step = max(chunk_rows // _ROW_MULTIPLE, 1) * _ROW_MULTIPLE
     weight_RI = input_TI.new_empty(min(step, outputs), inputs)
     shape = (outputs, tokens) if tokens < _MIN_UNTRANSPOSED_TOKENS else (tokens, outputs)
     output = input_TI.new_empty(shape)
@@ -259,19 +250,13 @@ class FastLinear(nn.Linear):
         self._parameters.update(linear._parameters)
         weight = linear.weight
         self._gemv = load_gemv(weight.dtype) if supports_gemv(weight) else None
-        self._amx_matmul = (
-            load_amx_matmul(weight.dtype)
-            if self._gemv is not None and supports_amx(weight)
-            else None
-        )
-        if self._amx_matmul is not None:
-            # AMX also for one token: its bits must not depend on the batch size.
-            self._gemv_max_tokens = 0
-        else:
-            self._gemv_max_tokens = (
-                GEMV_MAX_TOKENS if self._gemv is not None else TORCH_GEMV_MAX_TOKENS
-            )
+        self._amx_matmul: AmxMatmul | None = None
+        self._gemv_max_tokens = TORCH_GEMV_MAX_TOKENS
         """Maximum number of tokens for matrix-vector products."""
+        if self._gemv is not None:
+            self._amx_matmul = load_amx_matmul(weight.dtype) if supports_amx(weight) else None
+            # AMX also for one token: its bits must not depend on the batch size.
+            self._gemv_max_tokens = GEMV_MAX_TOKENS if self._amx_matmul is None else 0
         # Other dtypes and devices: torch's order is as good.
         self._transposed_max_tokens = (
             TRANSPOSED_MAX_TOKENS.get(weight.dtype, 0) if weight.device.type == "cpu" else 0

@@ -66,9 +66,8 @@ def concatenate_in_huge_pages(tensors: Sequence[Tensor]) -> Tensor:
     if first.device.type != "cpu":
         return torch.cat(list(tensors))
     rows = sum(len(tensor) for tensor in tensors)
-    return torch.cat(
-        list(tensors), out=allocate_in_huge_pages((rows, *first.shape[1:]), first.dtype)
-    )
+    joined = allocate_in_huge_pages((rows, *first.shape[1:]), first.dtype)
+    return torch.cat(list(tensors), out=joined)
 
 
 def get_mapping_address(memory: mmap.mmap) -> int:
@@ -80,11 +79,9 @@ log = get_logger(__name__)
 
 COMPILE_TIMEOUT_S = 60
 CACHE_LINE_BYTES = 64
-"""Bytes of a cache line."""
 _COMPILER_MODULE = "nesa_node.engine.kernels.native.compiler"
 _READ_AND_RUN = 1 | 4  # PROT_READ | PROT_EXEC
 
-_SINGLE_THREADED = (0, 0)
 _compile_lock = threading.Lock()
 
 FunctionSpec = tuple[str | int, ...]
@@ -98,15 +95,17 @@ class _ExecutableMemory:
         """Raises `OSError` if this process may not execute it."""
         self._constants = ctypes.create_string_buffer(constants, len(constants))
         self.constants_address = ctypes.addressof(self._constants)
-        size = sum(_round_up_to_cache_lines(code) for code in codes)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, size, flags=flags)
-        base, start = get_mapping_address(self._memory), 0
-        self.addresses: list[int] = []
+        # Each function begins at a cache line.
+        starts = [0]
         for code in codes:
+            lines = -(-len(code) // CACHE_LINE_BYTES)
+            starts.append(starts[-1] + lines * CACHE_LINE_BYTES)
+        size = starts.pop()
+        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        base = get_mapping_address(self._memory)
+        self.addresses = [base + start for start in starts]
+        for start, code in zip(starts, codes, strict=True):
             self._memory[start : start + len(code)] = code
-            self.addresses.append(base + start)
-            start += _round_up_to_cache_lines(code)
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mprotect(ctypes.c_void_p(base), ctypes.c_size_t(size), _READ_AND_RUN):
             raise OSError(ctypes.get_errno(), "this process may not execute memory that it wrote")
@@ -117,7 +116,6 @@ class NativeFunction:
 
     def __init__(self, memory: _ExecutableMemory, address: int) -> None:
         self._memory, self._address = memory, address
-        self._openmp = _OpenMP.load_from_torch()
         self._callable = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __deepcopy__(self, _: object) -> NativeFunction:
@@ -129,15 +127,15 @@ class NativeFunction:
 
     def bind(self, *fields: int, threads: int = 1) -> KernelCall:
         """Return a reusable call with these fields."""
-        openmp = self._openmp if threads > 1 else None
-        asks = _SINGLE_THREADED if openmp is None else openmp.thread_query_addresses
-        job = KernelCall((*asks, self._memory.constants_address), fields)
-        # `run` refers to the job, so that keeping `run` keeps the fields alive.
+        openmp = _load_openmp() if threads > 1 else None
+        queries = (0, 0) if openmp is None else _thread_query_addresses()
+        call = KernelCall((*queries, self._memory.constants_address), fields)
+        # `run` refers to the call's fields, so that keeping `run` keeps them alive.
         if openmp is None:
-            job.run = partial(self._callable, job.pointer)
+            call.run = partial(self._callable, call.pointer)
         else:
-            job.run = partial(openmp.run_parallel, self._address, job.pointer, threads)
-        return job
+            call.run = partial(openmp.GOMP_parallel, self._address, call.pointer, threads, 0)
+        return call
 
 
 class KernelCall:
@@ -149,7 +147,7 @@ class KernelCall:
     __slots__ = ("_fields", "_num_header_fields", "pointer", "run")
 
     def __init__(self, header: Sequence[int], fields: Sequence[int]) -> None:
-        """`own`: header fields, which every function begins with."""
+        """`header`: the fields that every function begins with."""
         self._num_header_fields = len(header)
         self._fields = (ctypes.c_int64 * (self._num_header_fields + len(fields)))(*header, *fields)
         self.pointer: Any = ctypes.byref(self._fields)
@@ -160,40 +158,37 @@ class KernelCall:
         self._fields[self._num_header_fields + index] = value
 
 
-class _OpenMP:
-    """OpenMP runtime of torch; machine code runs on its threads."""
+@functools.cache
+def _load_openmp() -> Any:
+    """Return torch's OpenMP runtime, on whose threads machine code runs; None if not GNU's."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+        library.GOMP_parallel.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_uint,
+            ctypes.c_uint,
+        )
+        library.GOMP_parallel.restype = None
+        library.omp_set_num_threads.argtypes = (ctypes.c_int,)
+        library.omp_set_num_threads.restype = None
+    except (OSError, AttributeError):
+        return None
+    return library
 
-    def __init__(self, library: Any) -> None:
-        self._parallel = library.GOMP_parallel
-        self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-        self._parallel.restype = None
-        self.set_num_threads = library.omp_set_num_threads
-        self.set_num_threads.argtypes = (ctypes.c_int,)
-        self.set_num_threads.restype = None
-        self.thread_query_addresses: Sequence[int] = [
-            ctypes.cast(function, ctypes.c_void_p).value or 0
-            for function in (library.omp_get_thread_num, library.omp_get_num_threads)
-        ]
 
-    @classmethod
-    @functools.cache
-    def load_from_torch(cls) -> _OpenMP | None:
-        """Return torch's runtime; None if it is not GNU's."""
-        library = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
-        try:
-            return cls(ctypes.CDLL(str(library)))
-        except (OSError, AttributeError):
-            return None
-
-    def run_parallel(self, function: int, job: Any, threads: int) -> None:
-        self._parallel(function, job, threads, 0)
+@functools.cache
+def _thread_query_addresses() -> tuple[int, ...]:
+    openmp = _load_openmp()
+    queries = openmp.omp_get_thread_num, openmp.omp_get_num_threads
+    return tuple(ctypes.cast(query, ctypes.c_void_p).value or 0 for query in queries)
 
 
 def set_num_threads(count: int) -> None:
     """Set the number of torch's threads for the calling thread only."""
-    openmp = _OpenMP.load_from_torch()
+    openmp = _load_openmp()
     # torch's own call would also set it for threads started later.
-    (torch.set_num_threads if openmp is None else openmp.set_num_threads)(count)
+    (torch.set_num_threads if openmp is None else openmp.omp_set_num_threads)(count)
 
 
 def compile_functions(*specs: FunctionSpec) -> list[NativeFunction] | None:
@@ -204,6 +199,9 @@ def compile_functions(*specs: FunctionSpec) -> list[NativeFunction] | None:
 
 @functools.cache
 def _compile_functions(*specs: FunctionSpec) -> list[NativeFunction] | None:
+    path = str(Path(__file__).parents[3])
+    if given := os.environ.get("PYTHONPATH"):
+        path += os.pathsep + given
     try:
         if sys.platform != "linux":
             raise OSError(f"not supported on {sys.platform}")
@@ -214,7 +212,7 @@ def _compile_functions(*specs: FunctionSpec) -> list[NativeFunction] | None:
             timeout=COMPILE_TIMEOUT_S,
             check=True,
             # The child must import this copy of the package, even if there are several.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(_python_path())},
+            env={**os.environ, "PYTHONPATH": path},
         )
         constants, *codes = (base64.b64decode(code) for code in json.loads(finished.stdout))
         if len(codes) != len(specs):
@@ -230,16 +228,7 @@ def _compile_functions(*specs: FunctionSpec) -> list[NativeFunction] | None:
     return None
 
 
-def _python_path() -> list[str]:
-    given = os.environ.get("PYTHONPATH")
-    return [str(Path(__file__).parents[3]), *([given] if given else [])]
-
-
 def load_functions(constants: bytes, codes: Sequence[bytes]) -> list[NativeFunction]:
     """Load code compiled by `native/compiler.py`. Raises `OSError` if it may not be executed."""
     memory = _ExecutableMemory(constants, codes)
     return [NativeFunction(memory, address) for address in memory.addresses]
-
-
-def _round_up_to_cache_lines(code: bytes) -> int:
-    return -(-len(code) // CACHE_LINE_BYTES) * CACHE_LINE_BYTES

@@ -1,6 +1,4 @@
-"""Tuned number of torch's threads for each size of step.
-
-Tuner of the number of threads for steps of one size, by trials of a larger and a smaller number.
+"""Tuned number of torch's threads for each size of step, by trials of a larger and a smaller one.
 
 The fastest number depends on what other processes leave idle: compared with one thread a step on
 two takes half as long if two cores are free, and three times as long if one is not, since each
@@ -67,7 +65,8 @@ class ThreadTuner:
         assert list(counts) == sorted(set(counts))
         self._counts = counts
         self._idle_cores = idle_cores
-        self._index = self._nearest_index(start if start is not None else 1 + round(idle_cores()))
+        first = start if start is not None else 1 + round(idle_cores())
+        self._index = max(sum(count <= first for count in counts) - 1, 0)
         self._trial: _Trial | None = None
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self._reference_s: float | None = None
@@ -79,8 +78,7 @@ class ThreadTuner:
 
     @property
     def threads(self) -> int:
-        at = self._index if self._trial is None else self._trial.current
-        return self._counts[at]
+        return self._counts[self._index if self._trial is None else self._trial.current]
 
     @property
     def is_settled(self) -> bool:
@@ -96,19 +94,13 @@ class ThreadTuner:
             self._recent.append(seconds / tokens)
             self._steps_until_trial -= 1
             if self._has_slowed_down():
-                self._trial_interval, self._steps_until_trial, self._tries_fewer_next = (
-                    TRIAL_INTERVAL_STEPS,
-                    0,
-                    True,
-                )
+                self._trial_interval, self._steps_until_trial = TRIAL_INTERVAL_STEPS, 0
+                self._tries_fewer_next = True
             if self._steps_until_trial <= 0:
                 self._begin_trial()
             return
         if trial.record_step(seconds, tokens) and (trial.is_over or self._is_clearly_slower(trial)):
             self._end_trial(trial)
-
-    def _nearest_index(self, count: int) -> int:
-        return max((at for at, one in enumerate(self._counts) if one <= count), default=0)
 
     def _has_slowed_down(self) -> bool:
         """Whether steps have slowed down, so that fewer threads may help. False at the minimum."""
@@ -149,10 +141,8 @@ class ThreadTuner:
         self._trial = None
         self._recent.clear()
         if not won:
-            self._steps_until_trial, self._trial_interval = (
-                self._trial_interval,
-                min(2 * self._trial_interval, MAX_TRIAL_INTERVAL_STEPS),
-            )
+            self._steps_until_trial = self._trial_interval
+            self._trial_interval = min(2 * self._trial_interval, MAX_TRIAL_INTERVAL_STEPS)
             self._is_settled = True
             return
         self._index, self._trial_interval = trial.challenger, TRIAL_INTERVAL_STEPS
@@ -167,8 +157,7 @@ class _Trial:
     """Alternating turns of two numbers of threads, the challenger's first."""
 
     def __init__(self, incumbent: int, challenger: int) -> None:
-        self.incumbent = incumbent
-        self.challenger = challenger
+        self.incumbent, self.challenger = incumbent, challenger
         self.current = challenger
         self.samples: dict[int, list[float]] = {incumbent: [], challenger: []}
         self._turns = self._steps = 0
@@ -308,8 +297,7 @@ class IdleCores:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`idle_s`: idle seconds of all cores together since the machine started."""
-        self._idle_s = idle_s
-        self._clock = clock
+        self._idle_s, self._clock = idle_s, clock
         self._last_reading = clock(), idle_s()
         self._cores = 0.0
 
