@@ -159,7 +159,7 @@ async def _operate(blocks: ModelBlocks, operations: int, seed: int) -> None:
         assert node.pool.held_pages == 0
         assert node.pool.unreserved_pages == node.pool.num_pages
         assert node.pool.prefixes.reused_tokens > 0
-        node.pool.clear_prefixes()
+        node.pool._free_unheld(node.pool.prefixes.evict_oldest(node.pool.num_pages, lambda _: True))
         assert node.pool.cached_pages == 0
         assert node.admission.sessions == 0
     assert forks[True, True] > operations / 200, "pages were shared time and again"

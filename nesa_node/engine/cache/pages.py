@@ -1,8 +1,6 @@
 """Paged KV cache of a node: one pool of fixed-size pages, allocated once, shared by all sessions.
 
 H key/value heads, D head size, S slots of the pool (one token each), L tokens.
-
-Free pages of a pool, as runs of consecutive pages.
 """
 
 from __future__ import annotations
@@ -128,20 +126,16 @@ class PagePool:
         self._free = FreePageRuns(self.num_pages)
         """Pages in no row and no prefix."""
         self._reference_counts = [0] * self.num_pages
-        self._held_pages = 0
+        self.held_pages = 0
+        """Pages that rows hold, each counted once even if shared."""
         self._reserved_pages = 0
         self._excess_pages = 0
-
-    @property
-    def held_pages(self) -> int:
-        """Pages that rows hold, each counted once even if shared."""
-        return self._held_pages
 
     @property
     def cached_pages(self) -> int:
         """Pages that no row holds but that cache a prefix."""
         with self._lock:
-            return self.num_pages - self._held_pages - self._free.pages
+            return self.num_pages - self.held_pages - self._free.pages
 
     @property
     def unreserved_pages(self) -> int:
@@ -150,9 +144,9 @@ class PagePool:
 
     def reserve(self, pages: int) -> CacheReservation:
         """Reserve `pages` for one session. Raises `CacheFullError` if fewer are free."""
-        promise = CacheReservation(self)
-        promise.grow(pages)
-        return promise
+        reservation = CacheReservation(self)
+        reservation.grow(pages)
+        return reservation
 
     def export_tokens(self, slots: slice | Tensor, span: Span) -> Tensor:
         """Copy `slots` of the blocks `span` to the CPU: [2 x blocks, L, H, D], all keys first."""
@@ -166,11 +160,6 @@ class PagePool:
     def _keys_and_values(self, span: Span) -> list[Tensor]:
         first, last = span.start - self.span.start, span.end - self.span.start
         return [*self.keys_SHD[first:last], *self.values_SHD[first:last]]
-
-    def clear_prefixes(self) -> None:
-        """Evict all cached prefixes, so that new rows reuse nothing computed before."""
-        with self._lock:
-            self._free_unheld(self.prefixes.evict_oldest(self.num_pages, lambda _: True))
 
     def _allocate(self, count: int, after: int | None, expected: int) -> list[int]:
         """Allocate `count` pages, consecutive from `after` if those are free."""
@@ -224,14 +213,14 @@ class PagePool:
         return self._reference_counts[page] > 1 or page in self.prefixes
 
     def _acquire(self, page: int) -> None:
-        self._held_pages += not self._reference_counts[page]
+        self.held_pages += not self._reference_counts[page]
         self._reference_counts[page] += 1
 
     def _release(self, pages: Sequence[int]) -> None:
         for page in pages:
             self._reference_counts[page] -= 1
             if self._is_unreferenced(page):
-                self._held_pages -= 1
+                self.held_pages -= 1
                 if page not in self.prefixes:
                     self._free.release(page)
 
@@ -245,19 +234,15 @@ class CacheReservation:
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.pages = 0
-        self._held_pages = 0
-        self._tables: set[PageTable] = set()
-
-    @property
-    def held_pages(self) -> int:
+        self.held_pages = 0
         """Pages that the session's rows hold, shared ones counted once per row."""
-        return self._held_pages
+        self._tables: set[PageTable] = set()
 
     def grow(self, pages: int) -> None:
         """Reserve `pages` more. Raises `CacheFullError`; then the reservation is unchanged."""
         pool = self.pool
         with pool._lock:
-            covered = self._excess_pages - max(self._held_pages - self.pages - pages, 0)
+            covered = self._excess_pages - max(self.held_pages - self.pages - pages, 0)
             if pages - covered > pool.unreserved_pages:
                 raise CacheFullError(f"{pages} pages asked for, {pool.unreserved_pages} are free")
             self.pages += pages
@@ -296,18 +281,18 @@ class CacheReservation:
 
     @property
     def _excess_pages(self) -> int:
-        return max(self._held_pages - self.pages, 0)
+        return max(self.held_pages - self.pages, 0)
 
     def _account(self, pages: int) -> None:
         """Account for `pages` more (or fewer) held by rows. Raises `CacheFullError` for more."""
         pool = self.pool
-        beyond = max(self._held_pages + pages - self.pages, 0) - self._excess_pages
+        beyond = max(self.held_pages + pages - self.pages, 0) - self._excess_pages
         if beyond > 0 and beyond > pool.unreserved_pages:
             raise CacheFullError(
                 f"the session holds {self.pages} pages reserved for it and needs {beyond} more, "
                 f"but {pool.unreserved_pages} are free"
             )
-        self._held_pages += pages
+        self.held_pages += pages
         pool._excess_pages += beyond
 
 
@@ -424,7 +409,7 @@ class PageTable:
         """Replace the shared page at `index` by a private copy (copy on write)."""
         before = self._pages[index - 1] if index else None
         shared = self._pages[index]
-        if self.pool._held_pages == self.pool.num_pages:
+        if self.pool.held_pages == self.pool.num_pages:
             # With a full pool no row shares it, since each would have reserved a page for its copy:
             # drop the prefix.
             self.pool._free_unheld(self.pool.prefixes.remove(shared))

@@ -185,44 +185,6 @@ def _count_token_tiles(tokens: int) -> int:
     return -(-tokens // TILE_TOKENS)
 
 
-_UNPACK_CHUNK_BYTES = 4 << 20
-"""Bytes dequantized at a time, which stay in the cache. A quarter of it takes 1.2 x as long for 512
-tokens."""
-_ROW_MULTIPLE = 256
-"""Rows per chunk are a multiple of it; other numbers take torch 1.1 to 1.4 x as long."""
-_MIN_UNTRANSPOSED_TOKENS = 96
-"""Tokens from which transposing the result costs more than the other order of the product."""
-
-
-def multiply_by_row_chunks(
-    input_TI: Tensor,
-    outputs: int,
-    bias_O: Tensor | None,
-    unpack: Callable[[int, Tensor], None],
-) -> Tensor:
-    """Return x W^T + b [T, O], all in the dtype of x, with torch's product of each chunk.
-
-    `unpack(start, weight_RI)` dequantizes rows from `start` on, a multiple of 256, into a buffer
-    that is reused for all chunks.
-    """
-    tokens, inputs = input_TI.shape
-    chunk_rows = _UNPACK_CHUNK_BYTES // (inputs * input_TI.itemsize)
-    step = max(chunk_rows // _ROW_MULTIPLE, 1) * _ROW_MULTIPLE
-    weight_RI = input_TI.new_empty(min(step, outputs), inputs)
-    shape = (outputs, tokens) if tokens < _MIN_UNTRANSPOSED_TOKENS else (tokens, outputs)
-    output = input_TI.new_empty(shape)
-    output_OT = output if tokens < _MIN_UNTRANSPOSED_TOKENS else output.t()
-    for start in range(0, outputs, step):
-        rows_RI, output_RT = weight_RI[: outputs - start], output_OT[start : start + step]
-        unpack(start, rows_RI)
-        if bias_O is None:
-            torch.mm(rows_RI, input_TI.t(), out=output_RT)
-        else:
-            bias_R1 = bias_O.detach()[start : start + step].unsqueeze(1)
-            torch.addmm(bias_R1, rows_RI, input_TI.t(), out=output_RT)
-    return output_OT.t().contiguous()
-
-
 _ONEDNN_CACHE_ENTRIES = 128
 """Entries in each of oneDNN's two caches of compiled products, one per layer shape and number of
 tokens. The default of 1,024 came to 650 MiB for a tiny model after 500 lengths. 128 hold about 32

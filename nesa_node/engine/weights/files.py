@@ -1,15 +1,12 @@
-"""Reader of single tensors from safetensors files.
+"""Readers of a checkpoint's files, and progress reports of long loads.
 
-The header is parsed here rather than by the `safetensors` library, which maps the file: mapped
-pages count as resident memory, and a handle kept open over a span doubles its peak. Plain reads
-into the final tensor peak at the size of the span.
+The header of a safetensors file is parsed here rather than by the `safetensors` library, which maps
+the file: mapped pages count as resident memory, and a handle kept open over a span doubles its
+peak. Plain reads into the final tensor peak at the size of the span.
 
-Allowlist of a checkpoint's small files beside its weights, with their maximum sizes.
-
-Repositories are untrusted, and transformers reads whatever they hold. So oversized files are
-rejected before they are downloaded, and again before they are parsed.
-
-Progress reports of long loads.
+Small files beside the weights are on an allowlist with their maximum sizes: repositories are
+untrusted, and transformers reads whatever they hold. So oversized files are rejected before they
+are downloaded, and again before they are parsed.
 """
 
 from __future__ import annotations
@@ -208,8 +205,20 @@ def parse_header(
     header = parse_json(read(8, length), what=f"the header of {where}")
     if not isinstance(header, dict):
         raise CorruptCheckpointError(f"{where}: its header is no JSON object")
-    data = 8 + length
-    return dict(_parse_entries(where, file, header, data_start=data, data_size=size - data))
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            begin, end = entry["data_offsets"]
+            shape = tuple(entry["shape"])
+            info = _parse_entry(file, entry["dtype"], shape, (begin, end), data_start=8 + length)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptCheckpointError(f"{where}: bad header entry {name!r} ({error})") from error
+        if end > size - 8 - length:
+            raise CorruptCheckpointError(f"{where}: {name!r} lies beyond the end of the file")
+        tensors[name] = info
+    return tensors
 
 
 def _parse_entry(
@@ -260,24 +269,6 @@ def read_window(folder: Path, info: TensorInfo, start: int, length: int) -> byte
     with (folder / info.file).open("rb", buffering=0) as stream:
         stream.seek(info.offset + start)
         return stream.read(length)
-
-
-def _parse_entries(
-    where: str, file: str, header: dict[str, Any], *, data_start: int, data_size: int
-) -> Iterator[tuple[str, TensorInfo]]:
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            begin, end = entry["data_offsets"]
-            info = _parse_entry(
-                file, entry["dtype"], tuple(entry["shape"]), (begin, end), data_start=data_start
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptCheckpointError(f"{where}: bad header entry {name!r} ({error})") from error
-        if end > data_size:
-            raise CorruptCheckpointError(f"{where}: {name!r} lies beyond the end of the file")
-        yield name, info
 
 
 log = get_logger(__name__)

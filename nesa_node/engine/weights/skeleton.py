@@ -1,7 +1,5 @@
 """A model without weights, and the mapping of a checkpoint's tensors to its parameters.
 
-Stacking of mixture-of-experts weights without holding them twice.
-
 E experts, R rows, C columns.
 """
 
@@ -210,11 +208,19 @@ class Skeleton:
         Raises `UnsupportedModelError` if transformers leaves one of them unset.
         """
         for module in root.modules():
-            fresh = [
-                name for name in module._non_persistent_buffers_set if _is_on_meta(module, name)
-            ]
-            for name in fresh:
-                module._buffers[name] = _nan_like(module._buffers[name], device)
+            fresh = {
+                name: buffer
+                for name, buffer in module._buffers.items()
+                if name in module._non_persistent_buffers_set
+                and buffer is not None
+                and buffer.is_meta
+            }
+            for name, buffer in fresh.items():
+                if not buffer.is_floating_point():
+                    raise UnsupportedModelError(
+                        "models with integer buffers outside the checkpoint cannot be served"
+                    )
+                module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
             if fresh:
                 self.model._init_weights(module)
             for name in fresh:
@@ -317,17 +323,3 @@ class Skeleton:
 
 def _natural_sort_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _is_on_meta(module: nn.Module, name: str) -> bool:
-    buffer = module._buffers.get(name)
-    return buffer is not None and buffer.is_meta
-
-
-def _nan_like(buffer: Tensor | None, device: torch.device) -> Tensor:
-    assert buffer is not None
-    if not buffer.is_floating_point():
-        raise UnsupportedModelError(
-            "models with integer buffers outside the checkpoint cannot be served"
-        )
-    return torch.full_like(buffer, torch.nan, device=device)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nesa_node.core.errors import UnsupportedModelError
-from nesa_node.engine.kernels import linear as unpacked
+from nesa_node.engine.kernels import quantized_linear as unpacked
 from nesa_node.engine.kernels.linear import DTYPE_NAMES, GEMV_MAX_TOKENS
 from nesa_node.engine.kernels.machine_code import get_mapping_address, load_functions
 from nesa_node.engine.kernels.native.compiler import compile_functions

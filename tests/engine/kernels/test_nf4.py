@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nesa_node.engine.kernels import linear as unpacked
+from nesa_node.engine.kernels import quantized_linear as unpacked
 from nesa_node.engine.kernels.linear import GEMV_MAX_TOKENS
 from nesa_node.engine.kernels.machine_code import get_mapping_address
 from nesa_node.engine.kernels.quantized_linear import BLOCK_SIZE, Nf4Linear, quantize_nf4

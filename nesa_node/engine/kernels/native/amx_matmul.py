@@ -51,16 +51,16 @@ def amx_matmul(dtype: str, token_tiles: int, processor: Processor) -> ir.Module:
     at = code.ir_builder
     sums = _allocate_on_stack(code, WEIGHT_TILES * token_tiles * TILE_BYTES)
     code.configure_tiles()
-    inputs, outputs = code.int_field(NUM_INPUTS_FIELD), code.int_field(NUM_OUTPUTS_FIELD)
+    inputs, outputs = code.field(NUM_INPUTS_FIELD, I64), code.field(NUM_OUTPUTS_FIELD, I64)
     row_bytes = at.mul(inputs, I64(2))
     with code.for_each_block(outputs, ROWS_PER_BLOCK) as begin:
-        weights = code.address(code.pointer_field(WEIGHT_FIELD), at.mul(begin, inputs))
+        weights = code.address(code.field(WEIGHT_FIELD), at.mul(begin, inputs))
         following = code.address(weights, at.mul(inputs, I64(ROWS_PER_BLOCK)))
         for tile in range(WEIGHT_TILES * token_tiles):
             code.call_tile_instruction("tilezero", tile)
         with code.for_each(inputs, TILE_INPUTS) as index:
             of_tokens = code.address(
-                code.pointer_field(INPUT_PAIRS_FIELD), index, TILE_ROWS * token_tiles * 2
+                code.field(INPUT_PAIRS_FIELD), index, TILE_ROWS * token_tiles * 2
             )
             for column in range(token_tiles):
                 place = code.address(of_tokens, column * TILE_LINE_BYTES, 1)
@@ -86,24 +86,25 @@ def amx_matmul(dtype: str, token_tiles: int, processor: Processor) -> ir.Module:
             code.call_tile_instruction("tilestored64", tile, place, I64(TILE_LINE_BYTES))
             rows = at.add(begin, I64(tall * TILE_ROWS))
             _store_tile(code, place, rows, column * TILE_ROWS)
-    code.release_tiles()
+    # Tiles in use slow down every context switch.
+    code.call_tile_instruction("tilerelease")
     return code.finish()
 
 
 def _store_tile(code: FunctionBuilder, sums: ir.Value, rows: ir.Value, first_token: int) -> None:
     """Add the bias to sums [16 rows, 16 tokens] and store them in the output."""
     at = code.ir_builder
-    bias = code.load_float32(code.pointer_field(BIAS_FIELD), rows)
-    tokens = at.sub(code.int_field(NUM_TOKENS_FIELD), I64(first_token))
+    bias = code.load_float32(code.field(BIAS_FIELD), rows)
+    tokens = at.sub(code.field(NUM_TOKENS_FIELD, I64), I64(first_token))
     some = at.select(at.icmp_signed("<", tokens, I64(TILE_ROWS)), tokens, I64(TILE_ROWS))
     with code.for_each(some) as token:
         values: ir.Value = ir.Constant(code.vector, ir.Undefined)
         for row in range(TILE_ROWS):
             number = code.load_float(sums, at.add(token, I64(row * TILE_ROWS)))
             values = at.insert_element(values, number, I32(row))
-        where = at.mul(at.add(token, I64(first_token)), code.int_field(NUM_OUTPUTS_FIELD))
+        where = at.mul(at.add(token, I64(first_token)), code.field(NUM_OUTPUTS_FIELD, I64))
         biased = at.fadd(values, bias)
-        code.store(biased, code.pointer_field(OUTPUT_FIELD), at.add(where, rows))
+        code.store(biased, code.field(OUTPUT_FIELD), at.add(where, rows))
 
 
 def _allocate_on_stack(code: FunctionBuilder, size: int) -> ir.Value:

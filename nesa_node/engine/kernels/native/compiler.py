@@ -15,32 +15,20 @@ from collections.abc import Callable, Sequence
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from nesa_node.engine.kernels.native import decoder_ops, matmul
 from nesa_node.engine.kernels.native.amx_matmul import amx_matmul
-from nesa_node.engine.kernels.native.decoder_ops import (
-    add_rms_norm,
-    paged_attention,
-    rope_and_store_kv,
-    silu_and_mul,
-)
 from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
-from nesa_node.engine.kernels.native.matmul import (
-    int8_dequantize,
-    int8_matmul,
-    matmul,
-    nf4_dequantize,
-    nf4_matmul,
-)
 
 FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
-    "product": matmul,
-    "int8_product": int8_matmul,
-    "int8_unpack": int8_dequantize,
-    "nf4_product": nf4_matmul,
-    "nf4_unpack": nf4_dequantize,
-    "add_and_norm": add_rms_norm,
-    "rotate": rope_and_store_kv,
-    "attend": paged_attention,
-    "activate": silu_and_mul,
+    "product": matmul.matmul,
+    "int8_product": matmul.int8_matmul,
+    "int8_unpack": matmul.int8_dequantize,
+    "nf4_product": matmul.nf4_matmul,
+    "nf4_unpack": matmul.nf4_dequantize,
+    "add_and_norm": decoder_ops.add_rms_norm,
+    "rotate": decoder_ops.rope_and_store_kv,
+    "attend": decoder_ops.paged_attention,
+    "activate": decoder_ops.silu_and_mul,
     "tiles": amx_matmul,
 }
 
@@ -58,11 +46,7 @@ def compile_functions(
     architecture, *_ = llvm.get_process_triple().split("-")
     target = llvm.Target.from_triple(f"{architecture}-unknown-linux-gnu")
     machine = target.create_target_machine(
-        cpu=processor.name,
-        features=processor.features,
-        opt=3,
-        reloc="pic",
-        codemodel="small",
+        cpu=processor.name, features=processor.features, opt=3, reloc="pic", codemodel="small"
     )
     return [
         _compile_module(FUNCTIONS[str(name)](*arguments, processor), machine)

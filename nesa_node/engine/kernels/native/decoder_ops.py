@@ -22,8 +22,8 @@ def add_rms_norm(dtype: str, processor: Processor) -> ir.Module:
     """
     code = FunctionBuilder("add_and_norm", dtype, processor)
     at = code.ir_builder
-    x, added, weight, out = (code.pointer_field(index) for index in range(4))
-    tokens, size, epsilon = code.int_field(4), code.int_field(5), code.float_field(6)
+    x, added, weight, out = (code.field(index) for index in range(4))
+    tokens, size, epsilon = code.field(4, I64), code.field(5, I64), code.field(6, FLOAT)
     with code.for_each(tokens) as token:
         start = at.mul(token, size)
         with code.loop(size, code.vector_floats, [code.zeros]) as loop:
@@ -33,8 +33,8 @@ def add_rms_norm(dtype: str, processor: Processor) -> ir.Module:
             value = code.store_rounded(value, where)
             loop.values = [code.multiply_add(value, value, loop.values[0])]
         mean = at.fdiv(code.horizontal_sum(loop.values[0]), at.sitofp(size, FLOAT))
-        root = code.square_root(at.fadd(mean, epsilon))
-        scale = code.broadcast(at.fdiv(at.extract_element(code.constant("one"), I64(0)), root))
+        root = code.call_intrinsic("llvm.sqrt.f32", FLOAT, at.fadd(mean, epsilon))
+        scale = code.broadcast(at.fdiv(at.extract_element(code.constants["one"], I64(0)), root))
         with code.for_each(size, code.vector_floats) as index:
             place = at.add(start, index)
             value = code.round_to_dtype(at.fmul(code.load(x, place), scale))
@@ -50,8 +50,8 @@ def rope_and_store_kv(dtype: str, dim: int, processor: Processor) -> ir.Module:
     """
     code = FunctionBuilder("rotate", dtype, processor)
     at, half = code.ir_builder, dim // 2
-    qkv, cosines, sines, keys, values, positions, slots = (code.pointer_field(i) for i in range(7))
-    tokens, queries, heads = (code.int_field(index) for index in range(7, 10))
+    qkv, cosines, sines, keys, values, positions, slots = (code.field(i) for i in range(7))
+    tokens, queries, heads = (code.field(index, I64) for index in range(7, 10))
     all_heads = at.add(queries, at.mul(heads, I64(2)))
 
     def turn(source: ir.Value, target: ir.Value, position: ir.Value) -> None:
@@ -98,8 +98,8 @@ def paged_attention(dtype: str, dim: int, group: int, processor: Processor) -> i
     """
     code = FunctionBuilder("attend", dtype, processor)
     at = code.ir_builder
-    which, firsts, counts, scratch = (code.pointer_field(index) for index in range(4, 8))
-    chosen, heads, room = (code.int_field(index) for index in range(8, 11))
+    which, firsts, counts, scratch = (code.field(index) for index in range(4, 8))
+    chosen, heads, room = (code.field(index, I64) for index in range(8, 11))
     attention = _AttentionBuilder(code, dim, group, heads, room)
     blocks = at.mul(heads, I64(group // attention.heads_at_once))
     start, end, thread = code.thread_range(at.mul(chosen, blocks))
@@ -123,10 +123,10 @@ class _AttentionBuilder:
         self.vectors_per_head = dim // code.vector_floats
         at_once = max(code.processor.num_vector_registers // (2 * self.vectors_per_head), 1)
         self.heads_at_once = max(n for n in range(1, group + 1) if group % n == 0 and n <= at_once)
-        self.qkv, self.keys, self.values, self.out = (code.pointer_field(i) for i in range(4))
-        self.scale = code.broadcast(code.float_field(11))
+        self.qkv, self.keys, self.values, self.out = (code.field(i) for i in range(4))
+        self.scale = code.broadcast(code.field(11, FLOAT))
         self.stride = code.ir_builder.mul(heads, I64(dim))
-        self.lowest = code.ir_builder.extract_element(code.constant("lowest"), I64(0))
+        self.lowest = code.ir_builder.extract_element(code.constants["lowest"], I64(0))
 
     def build(
         self, token: ir.Value, block: ir.Value, first: ir.Value, count: ir.Value, scores: ir.Value
@@ -185,16 +185,17 @@ class _AttentionBuilder:
         scores: list[ir.Value],
     ) -> list[ir.Value]:
         """Store each query's scores of all slots; return the largest of each query."""
-        code = self.code
+        code, at = self.code, self.code.ir_builder
         with code.loop(count, 1, [self.lowest] * self.heads_at_once) as loop:
             lanes = self._load_slot(keys, loop.index)
             for number, (query, place) in enumerate(zip(scaled_queries, scores, strict=True)):
-                sums = code.ir_builder.fmul(query[0], lanes[0])
+                sums = at.fmul(query[0], lanes[0])
                 for mine, lane in zip(query[1:], lanes[1:], strict=True):
                     sums = code.multiply_add(mine, lane, sums)
                 value = code.horizontal_sum(sums)
                 code.store_float32(value, code.address(place, loop.index, 4))
-                loop.values[number] = code.maximum(value, loop.values[number])
+                is_larger = at.fcmp_ordered(">", value, loop.values[number])
+                loop.values[number] = at.select(is_larger, value, loop.values[number])
         return loop.values
 
     def _build_exponentials(
@@ -233,9 +234,9 @@ def silu_and_mul(dtype: str, processor: Processor) -> ir.Module:
     """
     code = FunctionBuilder("activate", dtype, processor)
     at = code.ir_builder
-    gate_up, out = code.pointer_field(0), code.pointer_field(1)
-    tokens, size = code.int_field(2), code.int_field(3)
-    one = code.constant("one")
+    gate_up, out = code.field(0), code.field(1)
+    tokens, size = code.field(2, I64), code.field(3, I64)
+    one = code.constants["one"]
     with code.for_each(tokens) as token:
         start = at.mul(token, size)
         with code.for_each(size, code.vector_floats) as index:

@@ -46,7 +46,7 @@ ZERO = I64(0)
 FLOAT, POINTER, VOID = ir.FloatType(), ir.PointerType(), ir.VoidType()
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 NUM_HEADER_FIELDS = 3
-THREAD_NUM_FIELD, NUM_THREADS_FIELD, CONSTANTS_FIELD = range(NUM_HEADER_FIELDS)
+THREAD_NUM_FIELD, NUM_THREADS_FIELD, CONSTANTS_FIELD = range(-NUM_HEADER_FIELDS, 0)
 PREFETCH_L2_LOCALITY, DATA_CACHE = 2, 1
 
 # exp(x) = 2^n exp(r) with r = x - n ln 2; the polynomial is that of Cephes' expf, within 2 ulp.
@@ -112,18 +112,14 @@ class FunctionBuilder:
         kind = ir.FunctionType(VOID, [POINTER])
         self.function = ir.Function(self.module, kind, name=name)
         self.ir_builder = ir.IRBuilder(self.function.append_basic_block("entry"))
-        self._constants: dict[str, ir.Value] = {}
-        self._load_constants()
+        self.constants = self._load_constants()
+        """Vectors filled with a constant."""
 
-    def int_field(self, index: int) -> ir.Value:
-        """Load field `index`, not counting the three header fields, as an integer."""
-        return self._load_field(NUM_HEADER_FIELDS + index, I64)
-
-    def pointer_field(self, index: int) -> ir.Value:
-        return self._load_field(NUM_HEADER_FIELDS + index, POINTER)
-
-    def float_field(self, index: int) -> ir.Value:
-        return self._load_field(NUM_HEADER_FIELDS + index, FLOAT)
+    def field(self, index: int, kind: ir.Type = POINTER) -> ir.Value:
+        """Load field `index`; those of the header have negative numbers."""
+        offset = I64(8 * (NUM_HEADER_FIELDS + index))
+        place = self.ir_builder.gep(self.function.args[0], [offset], source_etype=BYTE)
+        return self.ir_builder.load(place, typ=kind)
 
     @contextmanager
     def loop(
@@ -194,8 +190,8 @@ class FunctionBuilder:
         alone = at.block
         among, shared = (self.function.append_basic_block(name) for name in ("among", "shared"))
         asks = ir.FunctionType(I32, []).as_pointer()
-        which = self._load_field(THREAD_NUM_FIELD, asks)
-        of_how_many = self._load_field(NUM_THREADS_FIELD, asks)
+        which = self.field(THREAD_NUM_FIELD, asks)
+        of_how_many = self.field(NUM_THREADS_FIELD, asks)
         at.cbranch(at.icmp_unsigned("==", at.ptrtoint(which, I64), ZERO), shared, among)
         at.position_at_end(among)
         index, threads = (at.sext(at.call(asked, []), I64) for asked in (which, of_how_many))
@@ -272,21 +268,17 @@ class FunctionBuilder:
         address = self.address(base, index)
         if self.dtype == "bfloat16":
             bits = self.ir_builder.bitcast(value, self._vector_of(I32))
-            value = self._upper_half(self.ir_builder.add(bits, self._constants["rounds up"]))
+            value = self._upper_half(self.ir_builder.add(bits, self.constants["rounds up"]))
         self.ir_builder.store(value, address, align=self.item_bytes)
 
     def prefetch(self, base: ir.Value, offset_bytes: ir.Value | int) -> None:
         """Prefetch into the second-level cache."""
         hints = I32(0), I32(PREFETCH_L2_LOCALITY), I32(DATA_CACHE)
-        self._call("llvm.prefetch.p0", VOID, self.address(base, offset_bytes, 1), *hints)
+        self.call_intrinsic("llvm.prefetch.p0", VOID, self.address(base, offset_bytes, 1), *hints)
 
     @property
     def zeros(self) -> ir.Value:
         return self._fill(self.vector, 0.0)
-
-    def constant(self, name: str) -> ir.Value:
-        """Return a vector filled with a constant."""
-        return self._constants[name]
 
     def broadcast(self, value: ir.Value) -> ir.Value:
         """Return a vector filled with a scalar."""
@@ -296,21 +288,11 @@ class FunctionBuilder:
         return at.shuffle_vector(one, undefined, self._fill(self._vector_of(I32), 0))
 
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        return self._call(f"llvm.fma.v{self.vector_floats}f32", self.vector, a, b, c)
+        return self.call_intrinsic(f"llvm.fma.v{self.vector_floats}f32", self.vector, a, b, c)
 
     def horizontal_sum(self, lanes: ir.Value) -> ir.Value:
         name = f"llvm.vector.reduce.fadd.v{self.vector_floats}f32"
-        return self._call(name, FLOAT, FLOAT(-0.0), lanes, fastmath=("reassoc",))
-
-    def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        return self.ir_builder.select(self.ir_builder.fcmp_ordered(">", a, b), a, b)
-
-    def permute(self, numbers: ir.Value, indices: ir.Value) -> ir.Value:
-        """Permute a vector of sixteen floats by the last four bits of each index (AVX-512)."""
-        return self._call("llvm.x86.avx512.permvar.sf.512", numbers.type, numbers, indices)
-
-    def square_root(self, value: ir.Value) -> ir.Value:
-        return self._call("llvm.sqrt.f32", FLOAT, value)
+        return self.call_intrinsic(name, FLOAT, FLOAT(-0.0), lanes, fastmath=("reassoc",))
 
     def round_to_dtype(self, value: ir.Value) -> ir.Value:
         """Return a vector rounded to the dtype, as float32."""
@@ -320,42 +302,38 @@ class FunctionBuilder:
 
     def exp(self, x: ir.Value) -> ir.Value:
         """Return exp of a vector, within 2 ulp in [-87, 88]; inputs are clamped to that range."""
-        at, constant = self.ir_builder, self.constant
-        least, most = constant("least"), constant("most")
+        at, constants = self.ir_builder, self.constants
+        least, most = constants["least"], constants["most"]
         x = at.select(at.fcmp_ordered("<", x, least), least, x)
         x = at.select(at.fcmp_ordered(">", x, most), most, x)
-        scaled = at.fmul(x, constant("log2(e)"))
-        power = self._call(f"llvm.rint.v{self.vector_floats}f32", self.vector, scaled)
-        rest = self.multiply_add(power, constant("ln(2), above"), x)
-        rest = self.multiply_add(power, constant("ln(2), below"), rest)
-        sum_ = constant("exp 0")
+        scaled = at.fmul(x, constants["log2(e)"])
+        power = self.call_intrinsic(f"llvm.rint.v{self.vector_floats}f32", self.vector, scaled)
+        rest = self.multiply_add(power, constants["ln(2), above"], x)
+        rest = self.multiply_add(power, constants["ln(2), below"], rest)
+        sum_ = constants["exp 0"]
         for index in range(1, len(_EXP)):
-            sum_ = self.multiply_add(sum_, rest, constant(f"exp {index}"))
-        sum_ = self.multiply_add(at.fmul(sum_, rest), rest, at.fadd(rest, constant("one")))
+            sum_ = self.multiply_add(sum_, rest, constants[f"exp {index}"])
+        sum_ = self.multiply_add(at.fmul(sum_, rest), rest, at.fadd(rest, constants["one"]))
         wide = self._vector_of(I32)
         exponent = at.shl(at.fptosi(power, wide), self._fill(wide, 23))
         return at.bitcast(at.add(at.bitcast(sum_, wide), exponent), self.vector)
 
     def configure_tiles(self) -> None:
-        base = self._load_field(CONSTANTS_FIELD, POINTER)
+        base = self.field(CONSTANTS_FIELD)
         shapes = self.address(base, len(CONSTANTS) + len(INT_CONSTANTS), 4)
         self.call_tile_instruction("ldtilecfg", shapes)
-
-    def release_tiles(self) -> None:
-        """Release the tiles, which would slow down every context switch."""
-        self.call_tile_instruction("tilerelease")
 
     def call_tile_instruction(self, name: str, *arguments: int | ir.Value) -> None:
         """Emit one tile instruction; Python integers are tile numbers."""
         values = [BYTE(each) if isinstance(each, int) else each for each in arguments]
-        self._call(f"llvm.x86.{name}", VOID, *values)
+        self.call_intrinsic(f"llvm.x86.{name}", VOID, *values)
 
     def _rounded_bits(self, value: ir.Value) -> ir.Value:
         """Return bits of float32, rounded to bfloat16 in the upper half (nearest, ties to even)."""
         at = self.ir_builder
         many = isinstance(value.type, ir.VectorType)
         half, one, nan = (
-            self._constants[name] if many else I32(INT_CONSTANTS[name])
+            self.constants[name] if many else I32(INT_CONSTANTS[name])
             for name in ("half", "odd", "nan")
         )
         bits = at.bitcast(value, half.type)
@@ -369,7 +347,7 @@ class FunctionBuilder:
 
     def _keep_upper_half(self, bits: ir.Value) -> ir.Value:
         """Return float32 bits with a cleared lower half, as a vector of float32."""
-        upper = self.ir_builder.and_(bits, self._constants["upper half"])
+        upper = self.ir_builder.and_(bits, self.constants["upper half"])
         return self.ir_builder.bitcast(upper, self.vector)
 
     def _vector_of(self, kind: ir.Type) -> ir.VectorType:
@@ -380,21 +358,18 @@ class FunctionBuilder:
         many = isinstance(kind, ir.VectorType)
         return ir.Constant(kind, [number] * self.vector_floats if many else number)
 
-    def _load_constants(self) -> None:
-        base = self._load_field(CONSTANTS_FIELD, POINTER)
+    def _load_constants(self) -> dict[str, ir.Value]:
+        base, vectors = self.field(CONSTANTS_FIELD), {}
         kinds = {**dict.fromkeys(CONSTANTS, FLOAT), **dict.fromkeys(INT_CONSTANTS, I32)}
         for index, (name, kind) in enumerate(kinds.items()):
             place = self.address(base, index, 4)
-            self._constants[name] = self.broadcast(self.ir_builder.load(place, align=4, typ=kind))
-
-    def _load_field(self, index: int, kind: ir.Type) -> ir.Value:
-        place = self.ir_builder.gep(self.function.args[0], [I64(8 * index)], source_etype=BYTE)
-        return self.ir_builder.load(place, typ=kind)
+            vectors[name] = self.broadcast(self.ir_builder.load(place, align=4, typ=kind))
+        return vectors
 
     def _ceil_div(self, value: ir.Value, by: ir.Value) -> ir.Value:
         return self.ir_builder.sdiv(self.ir_builder.sub(self.ir_builder.add(value, by), I64(1)), by)
 
-    def _call(
+    def call_intrinsic(
         self, name: str, returns: ir.Type, *values: ir.Value, fastmath: Sequence[str] = ()
     ) -> ir.Value:
         """Call an LLVM intrinsic."""

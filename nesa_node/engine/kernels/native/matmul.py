@@ -53,7 +53,7 @@ def int8_matmul(dtype: str, tokens: int, processor: Processor) -> ir.Module:
     code = FunctionBuilder(f"int8_product_{dtype}_{tokens}", dtype, processor)
 
     def scale(value: ir.Value, row: ir.Value) -> ir.Value:
-        return code.ir_builder.fmul(value, code.load_float(code.pointer_field(SCALES_FIELD), row))
+        return code.ir_builder.fmul(value, code.load_float(code.field(SCALES_FIELD), row))
 
     return _build_matmul(code, tokens, code.load_int8, 1, scale)
 
@@ -70,7 +70,7 @@ def _build_matmul(
     `scale(sum, row)` scales a row's sum.
     """
     rows = 2 if 2 * tokens + 3 <= code.processor.num_vector_registers else 1
-    inputs, outputs = code.int_field(NUM_INPUTS_FIELD), code.int_field(NUM_OUTPUTS_FIELD)
+    inputs, outputs = code.field(NUM_INPUTS_FIELD, I64), code.field(NUM_OUTPUTS_FIELD, I64)
     with code.for_each_block(outputs, rows) as begin:
         sums = _build_sums(code, load, item_bytes, (begin, rows), inputs, tokens)
         for number in range(rows):
@@ -91,9 +91,7 @@ def _build_sums(
     """Return a vector of partial sums for each of consecutive rows (first, number) and token."""
     at, (begin, rows) = code.ir_builder, weight_rows
     starts = [
-        code.address(
-            code.pointer_field(WEIGHT_FIELD), at.mul(at.add(begin, I64(row)), inputs), item_bytes
-        )
+        code.address(code.field(WEIGHT_FIELD), at.mul(at.add(begin, I64(row)), inputs), item_bytes)
         for row in range(rows)
     ]
     of_tokens = _input_rows(code, inputs, tokens)
@@ -115,7 +113,7 @@ def _build_sums(
 
 
 def _input_rows(code: FunctionBuilder, inputs: ir.Value, tokens: int) -> list[ir.Value]:
-    tensor = code.pointer_field(INPUT_FIELD)
+    tensor = code.field(INPUT_FIELD)
     return [
         code.address(tensor, code.ir_builder.mul(I64(token), inputs), 4) for token in range(tokens)
     ]
@@ -130,11 +128,11 @@ def _store_outputs(
 ) -> None:
     """Store a row's outputs, one for each token, from vectors of partial sums."""
     at = code.ir_builder
-    bias = code.load_float(code.pointer_field(BIAS_FIELD), row)
+    bias = code.load_float(code.field(BIAS_FIELD), row)
     for token, lanes in enumerate(sums):
         where = at.add(at.mul(I64(token), outputs), row)
         value = scale(code.horizontal_sum(lanes), row)
-        code.store(at.fadd(value, bias), code.pointer_field(OUTPUT_FIELD), where)
+        code.store(at.fadd(value, bias), code.field(OUTPUT_FIELD), where)
 
 
 def int8_dequantize(dtype: str, processor: Processor) -> ir.Module:
@@ -144,18 +142,18 @@ def int8_dequantize(dtype: str, processor: Processor) -> ir.Module:
     dtype; I, in whole cache lines; O.
     """
     code = FunctionBuilder(f"int8_unpack_{dtype}", dtype, processor)
-    at, inputs = code.ir_builder, code.int_field(3)
-    with code.for_each_of_thread(code.int_field(4)) as row:
-        step = code.broadcast(code.load_float(code.pointer_field(1), row))
+    at, inputs = code.ir_builder, code.field(3, I64)
+    with code.for_each_of_thread(code.field(4, I64)) as row:
+        step = code.broadcast(code.load_float(code.field(1), row))
         start = at.mul(row, inputs)
         with code.for_each(inputs, CACHE_LINE_BYTES) as index:
             line = at.add(start, index)
-            code.prefetch(code.pointer_field(0), at.add(line, I64(PREFETCH_BYTES)))
+            code.prefetch(code.field(0), at.add(line, I64(PREFETCH_BYTES)))
             for part in range(0, CACHE_LINE_BYTES, code.vector_floats):
                 place = at.add(line, I64(part))
-                level = code.load_int8(code.pointer_field(0), place)
+                level = code.load_int8(code.field(0), place)
                 weight = at.fmul(level, step)
-                code.store_half_away_from_zero(weight, code.pointer_field(2), place)
+                code.store_half_away_from_zero(weight, code.field(2), place)
     return code.finish()
 
 
@@ -163,14 +161,14 @@ def nf4_matmul(dtype: str, tokens: int, processor: Processor) -> ir.Module:
     """Build y = x W^T + b with nf4 weights. I must be whole blocks."""
     code = _make_nf4_builder(f"nf4_product_{dtype}_{tokens}", dtype, processor)
     at = code.ir_builder
-    inputs, outputs = code.int_field(NUM_INPUTS_FIELD), code.int_field(NUM_OUTPUTS_FIELD)
-    numbers = code.load_float32(code.pointer_field(CODEBOOK_FIELD))
+    inputs, outputs = code.field(NUM_INPUTS_FIELD, I64), code.field(NUM_OUTPUTS_FIELD, I64)
+    numbers = code.load_float32(code.field(CODEBOOK_FIELD))
     of_tokens = _input_rows(code, inputs, tokens)
     with code.for_each_of_thread(outputs) as row:
         start = at.mul(row, inputs)
-        packed = code.address(code.pointer_field(WEIGHT_FIELD), at.sdiv(start, I64(2)), 1)
+        packed = code.address(code.field(WEIGHT_FIELD), at.sdiv(start, I64(2)), 1)
         first_block = at.sdiv(start, I64(NF4_BLOCK_SIZE))
-        peaks = code.address(code.pointer_field(SCALES_FIELD), first_block, 4)
+        peaks = code.address(code.field(SCALES_FIELD), first_block, 4)
         with code.loop(inputs, NF4_BLOCK_SIZE, [code.zeros] * tokens) as loop:
             half = at.sdiv(loop.index, I64(2))
             code.prefetch(packed, at.add(half, I64(NF4_PREFETCH_BYTES)))
@@ -195,16 +193,16 @@ def nf4_dequantize(dtype: str, processor: Processor) -> ir.Module:
     Fields: packed weights; peaks [N] and the 16 numbers in float32; weights in the dtype; N.
     """
     code = _make_nf4_builder(f"nf4_unpack_{dtype}", dtype, processor)
-    at, packed = code.ir_builder, code.pointer_field(0)
-    numbers = code.load_float32(code.pointer_field(2))
-    with code.for_each_of_thread(code.int_field(4)) as block:
+    at, packed = code.ir_builder, code.field(0)
+    numbers = code.load_float32(code.field(2))
+    with code.for_each_of_thread(code.field(4, I64)) as block:
         start = at.mul(block, I64(NF4_BLOCK_SIZE))
         code.prefetch(packed, at.add(at.sdiv(start, I64(2)), I64(NF4_PREFETCH_BYTES)))
-        peak = code.broadcast(code.load_float(code.pointer_field(1), block))
+        peak = code.broadcast(code.load_float(code.field(1), block))
         for part in range(0, NF4_BLOCK_SIZE, code.vector_floats):
             place = at.add(start, I64(part))
             weight = at.fmul(_load_codebook_values(code, packed, place, numbers), peak)
-            code.store(weight, code.pointer_field(3), place)
+            code.store(weight, code.field(3), place)
     return code.finish()
 
 
@@ -223,8 +221,10 @@ def _load_codebook_values(
     narrow = ir.VectorType(BYTE, code.vector_floats // 2)
     where = code.address(packed, at.sdiv(place, I64(2)), 1)
     pairs = at.zext(at.load(where, align=1, typ=narrow), wide)
-    # Each byte into two lanes; the permutation uses only the last four bits of an index.
+    # Each byte into two lanes.
     upper = at.lshr(pairs, ir.Constant(wide, [4] * wide.count))
     lower = at.shl(pairs, ir.Constant(wide, [32] * wide.count))
     indices = at.bitcast(at.or_(upper, lower), ir.VectorType(I32, code.vector_floats))
-    return code.permute(numbers, indices)
+    # Sixteen floats, by the last four bits of each index.
+    permute = "llvm.x86.avx512.permvar.sf.512"
+    return code.call_intrinsic(permute, code.vector, numbers, indices)
