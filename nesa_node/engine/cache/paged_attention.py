@@ -1,12 +1,9 @@
-"""Paged attention of many rows at once, under transformers' attention interface.
+"""Paged attention of many rows at once, and the KV cache of one row, for transformers' models.
 
-The tokens of all rows are packed into one sequence. H key/value heads, G query heads for each of
-them, D head size, L tokens of one row in this step, T tokens of all rows, C tokens of one row so
+The tokens of all rows are packed into one sequence, under transformers' attention interface;
+`RowCache` serves models whose attention is outside of it. H key/value heads, G query heads for each
+of them, D head size, L tokens of one row in this step, T tokens of all rows, C tokens of one row so
 far, S slots of the pool.
-
-KV cache of one row, for models with attention outside transformers' interface.
-
-H heads, L tokens of this step, T tokens cached, D head size.
 """
 
 from __future__ import annotations
@@ -269,7 +266,7 @@ class RowCache:
     def update(
         self, keys_1HLD: Tensor, values_1HLD: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Write a layer's keys and values of this step; return all up to its end [1, H, T, D]."""
+        """Write a layer's keys and values of this step; return all up to its end [1, H, C, D]."""
         layer = layer_idx - self._pool.span.start
         return (
             self._write_and_read(self._pool.keys_SHD[layer], keys_1HLD),
@@ -288,5 +285,5 @@ class RowCache:
     def _write_and_read(self, side_SHD: Tensor, new_1HLD: Tensor) -> Tensor:
         repeats = self._pool.heads.repeats
         side_SHD[self._new_slots] = new_1HLD[0, ::repeats].transpose(0, 1)
-        kept_1HTD = side_SHD[self._all_slots].transpose(0, 1).unsqueeze(0)
-        return kept_1HTD.repeat_interleave(repeats, 1) if repeats > 1 else kept_1HTD
+        kept_1HCD = side_SHD[self._all_slots].transpose(0, 1).unsqueeze(0)
+        return kept_1HCD.repeat_interleave(repeats, 1) if repeats > 1 else kept_1HCD

@@ -6,7 +6,6 @@ H key/value heads, D head size, S slots of the pool (one token each), L tokens.
 from __future__ import annotations
 
 import heapq
-import itertools
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -398,7 +397,7 @@ class PageTable:
         offset = start - first * PAGE_TOKENS
         if not pages:
             return slice(0, 0)
-        if pages[-1] - pages[0] == len(pages) - 1 and _are_consecutive(pages):
+        if pages == list(range(pages[0], pages[0] + len(pages))):
             at = pages[0] * PAGE_TOKENS + offset
             return slice(at, at + end - start)
         starts = torch.tensor(pages).unsqueeze(1) * PAGE_TOKENS
@@ -426,7 +425,3 @@ class PageTable:
         del self._pages[index:]
         self.pool._release(dropped)
         self.reservation._account(-len(dropped))
-
-
-def _are_consecutive(pages: Sequence[int]) -> bool:
-    return all(after == page + 1 for page, after in itertools.pairwise(pages))

@@ -248,17 +248,16 @@ class _AttentionCall:
                 self._scale,
                 threads=seen.threads,
             )
-        for row in step.multi_token_rows:
-            self._attend_multi_token_row(row)
-
-    def _attend_multi_token_row(self, row: PackedRow) -> None:
-        layer, qkv, packed = self._layer, self._qkv, self._step.packed
+        if not step.multi_token_rows:
+            return
+        layer, qkv, packed = self._layer, self._qkv, step.packed
         assert packed is not None
         query_TQE = qkv.view(len(qkv), -1, layer.head_dim)[:, : layer.num_q_heads]
-        output_LQE = packed.compute_attention(
-            layer.layer_idx, query_TQE, layer.scaling, window=layer.window, rows=[row]
-        )
-        self._attended[row.start : row.start + row.count] = output_LQE.flatten(1)
+        for row in step.multi_token_rows:
+            output_LQE = packed.compute_attention(
+                layer.layer_idx, query_TQE, layer.scaling, window=layer.window, rows=[row]
+            )
+            self._attended[row.start : row.start + row.count] = output_LQE.flatten(1)
 
 
 class _StepState:

@@ -1,9 +1,4 @@
-"""Choice of the torch device that a name stands for.
-
-Free memory of a device, how many blocks fit into it, and how it is released.
-
-Measurement of a span's prefill and decode throughput on this machine.
-"""
+"""Devices: their choice by name, their free memory, and a span's throughput on them."""
 
 from __future__ import annotations
 
@@ -220,8 +215,7 @@ def measure_throughput(
     stop: Callable[[], bool] = bool,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SpanThroughput:
-    """Time single-token steps and prefills of `MAX_PREFILL_TOKENS` for about `PREFILL_DEADLINE_S`
-    seconds.
+    """Time single-token steps and prefills of `MAX_PREFILL_TOKENS`, to `PREFILL_DEADLINE_S`.
 
     Tunes the number of threads first. Blocks the thread. Raises `MeasurementCancelled` before the
     next step once `stop` returns true.
@@ -237,9 +231,7 @@ class _ThroughputMeasurement:
     def __init__(
         self, blocks: ModelBlocks, stop: Callable[[], bool], clock: Callable[[], float]
     ) -> None:
-        self._blocks = blocks
-        self._stop = stop
-        self._clock = clock
+        self._blocks, self._stop, self._clock = blocks, stop, clock
         self._began = clock()
         generator = torch.Generator().manual_seed(0)
         shape = (min(MAX_PREFILL_TOKENS, blocks.context_length // 2), blocks.hidden_size)
@@ -249,13 +241,9 @@ class _ThroughputMeasurement:
     def throughput(self) -> SpanThroughput:
         # The first prefill of a size is slow: it counts only if there is no time for another.
         decode_s = self._measure_decode_s()
-        prefills_s: list[float] = []
-        while not prefills_s or (
-            len(prefills_s) <= MAX_PREFILL_REPEATS and not self._is_past(PREFILL_DEADLINE_S)
-        ):
-            prefills_s.append(
-                self._time_step(self._new_table(len(self._hidden_LD)), self._hidden_LD)
-            )
+        prefills_s = [self._time_prefill()]
+        while len(prefills_s) <= MAX_PREFILL_REPEATS and not self._is_past(PREFILL_DEADLINE_S):
+            prefills_s.append(self._time_prefill())
         return SpanThroughput(
             prefill_tokens_per_s=len(self._hidden_LD) / median(prefills_s[1:] or prefills_s),
             decode_tokens_per_s=1 / decode_s,
@@ -270,12 +258,13 @@ class _ThroughputMeasurement:
             settled = self._blocks.threads.is_settled(1, len(self._blocks.span))
             if settled or self._is_past(TUNING_DEADLINE_S):
                 break
-        steps_s: list[float] = []
-        while len(steps_s) < MIN_DECODE_STEPS or not (
-            len(steps_s) == MAX_DECODE_STEPS or self._is_past(DECODE_DEADLINE_S)
-        ):
+        steps_s = [self._time_decode_step(table) for _ in range(MIN_DECODE_STEPS)]
+        while len(steps_s) < MAX_DECODE_STEPS and not self._is_past(DECODE_DEADLINE_S):
             steps_s.append(self._time_decode_step(table))
         return clipped_mean(steps_s)
+
+    def _time_prefill(self) -> float:
+        return self._time_step(self._new_table(len(self._hidden_LD)), self._hidden_LD)
 
     def _time_decode_step(self, table: PageTable) -> float:
         """Seconds of one decode step, always at the same position."""

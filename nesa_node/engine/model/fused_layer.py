@@ -60,7 +60,10 @@ class FusedLayer(nn.Module):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.layer_idx: int = attention.layer_idx
-        self.window = _attention_window(attention)
+        config = attention.config
+        of_mistral = config.sliding_window if config.model_type == "mistral" else None
+        self.window: int | None = getattr(attention, "sliding_window", of_mistral)
+        """Sliding window in tokens; None if attention is unbounded."""
         self.scaling: float = attention.scaling
         self.head_dim: int = attention.head_dim
         self.num_q_heads = attention.q_proj.out_features // self.head_dim
@@ -85,7 +88,10 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """Run the layer on [T, D]. `rotation`: cosines and signed sines [T, 1, E]."""
         hidden_TD = self._attention(hidden_TD, rotation, packed).add_(hidden_TD)
-        return self._mlp(hidden_TD).add_(hidden_TD)
+        gate_up = self.gate_up_proj.forward(self.post_attention_norm.forward(hidden_TD))
+        gate, up = gate_up.chunk(2, dim=-1)
+        output_TD: Tensor = self.down_proj.forward(self.act_fn.forward(gate).mul_(up))
+        return output_TD.add_(hidden_TD)
 
     def _attention(
         self, hidden_TD: Tensor, rotation: tuple[Tensor, Tensor], packed: PackedRows
@@ -110,12 +116,6 @@ class FusedLayer(nn.Module):
         output_TD: Tensor = self.o_proj.forward(attended.reshape(tokens, -1))
         return output_TD
 
-    def _mlp(self, hidden_TD: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj.forward(self.post_attention_norm.forward(hidden_TD))
-        gate, up = gate_up.chunk(2, dim=-1)
-        output_TD: Tensor = self.down_proj.forward(self.act_fn.forward(gate).mul_(up))
-        return output_TD
-
 
 class RMSNorm(nn.Module):
     """Root mean square norm, computed in float32 as in transformers."""
@@ -133,14 +133,6 @@ class RMSNorm(nn.Module):
         wide = inputs.float()
         scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
         return (wide * scale).to(inputs.dtype).mul_(self.weight)
-
-
-def _attention_window(attention: Any) -> int | None:
-    """Return the sliding window of a layer's attention in tokens; None if it is unbounded."""
-    config = attention.config
-    of_mistral = config.sliding_window if config.model_type == "mistral" else None
-    window: int | None = getattr(attention, "sliding_window", of_mistral)
-    return window
 
 
 def _concatenate_linears(*linears: Any) -> nn.Module:

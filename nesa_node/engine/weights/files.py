@@ -245,10 +245,7 @@ def _parse_entry(
 
 
 def read_tensor(folder: Path, info: TensorInfo) -> Tensor:
-    """Read one tensor into new CPU memory.
-
-    Raises `CorruptCheckpointError` for a truncated file.
-    """
+    """Read one tensor into new CPU memory. Raises `CorruptCheckpointError` for a truncated file."""
     tensor = allocate_in_huge_pages(info.shape, info.dtype)
     if not info.nbytes:
         return tensor

@@ -1,6 +1,4 @@
-"""Loading of a checkpoint's tokenizer.
-
-Validation of untrusted tokenizers: an allowlist of components and limits of their sizes.
+"""Loading of a checkpoint's tokenizer; untrusted ones within an allowlist and limits of sizes.
 
 A `tokenizer.json` is a program: forty replacements of a pattern by a longer one exhaust memory for
 one letter, and a regular expression may take exponential time. The accepted content is serialized
@@ -135,7 +133,11 @@ def sanitize_tokenizer(content: bytes) -> bytes:
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise _make_refusal(str(error)) from error
     _check_vocabulary(found.model)
-    _check_added_tokens(found.added_tokens)
+    if len(found.added_tokens) > MAX_ADDED_TOKENS:
+        raise _make_refusal(f"more than {MAX_ADDED_TOKENS} tokens are added to it")
+    for token in found.added_tokens:
+        if not 0 <= token.id < MAX_TOKENS or not 0 < len(token.content) <= MAX_ADDED_CHARS:
+            raise _make_refusal(f"the added token {token.id} is out of bounds")
     _check_components(found.normalizer, "normalizer", "normalizers", _NORMALIZERS)
     _check_components(found.pre_tokenizer, "pre_tokenizer", "pretokenizers", _PRE_TOKENIZERS)
     _check_components(found.post_processor, "post_processor", "processors", _POST_PROCESSORS)
@@ -231,23 +233,12 @@ def _check_vocabulary(model: _TokenizerModel) -> None:
         raise _make_refusal(f"it has more than {MAX_TOKENS:,} tokens or {MAX_MERGES:,} merges")
     if max(map(len, model.vocab), default=0) > MAX_TOKEN_CHARS:
         raise _make_refusal(f"a token has more than {MAX_TOKEN_CHARS} characters")
-    if not 0 <= min(model.vocab.values(), default=0) <= _max_id(model.vocab) < MAX_TOKENS:
+    ids = model.vocab.values()
+    if not 0 <= min(ids, default=0) <= max(ids, default=0) < MAX_TOKENS:
         raise _make_refusal(f"a token's id is not 0 to {MAX_TOKENS - 1:,}")
     for text in (model.unk_token, model.continuing_subword_prefix, model.end_of_word_suffix):
         if len(text or "") > _MAX_PATTERN_CHARS:
             raise _make_refusal("a prefix, a suffix or the unknown token is too long")
-
-
-def _max_id(vocab: Mapping[str, int]) -> int:
-    return max(vocab.values(), default=0)
-
-
-def _check_added_tokens(tokens: list[_AddedToken]) -> None:
-    if len(tokens) > MAX_ADDED_TOKENS:
-        raise _make_refusal(f"more than {MAX_ADDED_TOKENS} tokens are added to it")
-    for token in tokens:
-        if not 0 <= token.id < MAX_TOKENS or not 0 < len(token.content) <= MAX_ADDED_CHARS:
-            raise _make_refusal(f"the added token {token.id} is out of bounds")
 
 
 ComponentCheck = Callable[[TokenizerComponent], bool]

@@ -49,7 +49,10 @@ def amx_matmul(dtype: str, token_tiles: int, processor: Processor) -> ir.Module:
     """
     code = FunctionBuilder(f"tiles_{token_tiles}", dtype, processor)
     at = code.ir_builder
-    sums = _allocate_on_stack(code, WEIGHT_TILES * token_tiles * TILE_BYTES)
+    stack = at.alloca(ir.ArrayType(BYTE, WEIGHT_TILES * token_tiles * TILE_BYTES))
+    stack.align = ALIGNMENT
+    # llvmlite's pointer is typed and would accept no other type in stores.
+    sums = at.inttoptr(at.ptrtoint(stack, I64), POINTER)
     code.configure_tiles()
     inputs, outputs = code.field(NUM_INPUTS_FIELD, I64), code.field(NUM_OUTPUTS_FIELD, I64)
     row_bytes = at.mul(inputs, I64(2))
@@ -105,11 +108,3 @@ def _store_tile(code: FunctionBuilder, sums: ir.Value, rows: ir.Value, first_tok
         where = at.mul(at.add(token, I64(first_token)), code.field(NUM_OUTPUTS_FIELD, I64))
         biased = at.fadd(values, bias)
         code.store(biased, code.field(OUTPUT_FIELD), at.add(where, rows))
-
-
-def _allocate_on_stack(code: FunctionBuilder, size: int) -> ir.Value:
-    """Allocate aligned memory on the stack."""
-    room = code.ir_builder.alloca(ir.ArrayType(BYTE, size))
-    room.align = ALIGNMENT
-    # llvmlite's pointer is typed and would accept no other type in stores.
-    return code.ir_builder.inttoptr(code.ir_builder.ptrtoint(room, I64), POINTER)

@@ -145,7 +145,8 @@ class _AttentionBuilder:
         asked = []
         for index in self._query_indices(query):
             start = code.address(self.qkv, at.mul(at.add(row, index), I64(self.dim)))
-            asked.append([at.fmul(lane, self.scale) for lane in self._load_head(start)])
+            lanes = [code.load(start, part) for part in range(0, self.dim, code.vector_floats)]
+            asked.append([at.fmul(lane, self.scale) for lane in lanes])
         most = self._build_scores(asked, keys, count, of_query)
         # Pad the last vector with -inf: exp of it adds nothing.
         rounded_up = at.and_(at.add(count, I64(code.vector_floats - 1)), I64(-code.vector_floats))
@@ -161,9 +162,6 @@ class _AttentionBuilder:
 
     def _query_indices(self, query: ir.Value) -> list[ir.Value]:
         return [self.code.ir_builder.add(query, I64(n)) for n in range(self.heads_at_once)]
-
-    def _load_head(self, start: ir.Value) -> list[ir.Value]:
-        return [self.code.load(start, part) for part in range(0, self.dim, self.code.vector_floats)]
 
     def _load_slot(self, side: ir.Value, slot: ir.Value) -> list[ir.Value]:
         """Load a head's vector of a slot; prefetch a later one, as hardware cannot."""

@@ -69,47 +69,37 @@ def _build_matmul(
 
     `scale(sum, row)` scales a row's sum.
     """
+    at = code.ir_builder
     rows = 2 if 2 * tokens + 3 <= code.processor.num_vector_registers else 1
+    step = CACHE_LINE_BYTES // item_bytes
     inputs, outputs = code.field(NUM_INPUTS_FIELD, I64), code.field(NUM_OUTPUTS_FIELD, I64)
     with code.for_each_block(outputs, rows) as begin:
-        sums = _build_sums(code, load, item_bytes, (begin, rows), inputs, tokens)
+        starts = []
+        for row in range(rows):
+            weight = code.field(WEIGHT_FIELD)
+            first = at.mul(at.add(begin, I64(row)), inputs)
+            starts.append(code.address(weight, first, item_bytes))
+        of_tokens = _input_rows(code, inputs, tokens)
+        with code.loop(inputs, step, [code.zeros] * (rows * tokens)) as loop:
+            sums = loop.values
+            # Consecutive rows: prefetching ahead of the first covers those of the next iteration.
+            ahead = at.mul(loop.index, I64(rows * item_bytes))
+            for row in range(rows):
+                further = I64(PREFETCH_BYTES + CACHE_LINE_BYTES * row)
+                code.prefetch(starts[0], at.add(ahead, further))
+            for part in range(0, step, code.vector_floats):
+                place = at.add(loop.index, I64(part))
+                lanes = [load(start, place) for start in starts]
+                for token, values in enumerate(of_tokens):
+                    lane = code.load_float32(values, place)
+                    for row, weight in enumerate(lanes):
+                        each = row * tokens + token
+                        sums[each] = code.multiply_add(weight, lane, sums[each])
         for number in range(rows):
-            row = code.ir_builder.add(begin, I64(number))
-            of_row = sums[number * tokens : (number + 1) * tokens]
+            row = at.add(begin, I64(number))
+            of_row = loop.values[number * tokens : (number + 1) * tokens]
             _store_outputs(code, row, of_row, outputs, scale)
     return code.finish()
-
-
-def _build_sums(
-    code: FunctionBuilder,
-    load: Callable[[ir.Value, ir.Value], ir.Value],
-    item_bytes: int,
-    weight_rows: tuple[ir.Value, int],
-    inputs: ir.Value,
-    tokens: int,
-) -> list[ir.Value]:
-    """Return a vector of partial sums for each of consecutive rows (first, number) and token."""
-    at, (begin, rows) = code.ir_builder, weight_rows
-    starts = [
-        code.address(code.field(WEIGHT_FIELD), at.mul(at.add(begin, I64(row)), inputs), item_bytes)
-        for row in range(rows)
-    ]
-    of_tokens = _input_rows(code, inputs, tokens)
-    step = CACHE_LINE_BYTES // item_bytes
-    with code.loop(inputs, step, [code.zeros] * (rows * tokens)) as loop:
-        # Consecutive rows: prefetching ahead of the first covers those of the next iteration, too.
-        ahead = at.mul(loop.index, I64(rows * item_bytes))
-        for row in range(rows):
-            code.prefetch(starts[0], at.add(ahead, I64(PREFETCH_BYTES + CACHE_LINE_BYTES * row)))
-        for part in range(0, step, code.vector_floats):
-            place = at.add(loop.index, I64(part))
-            lanes = [load(start, place) for start in starts]
-            for token, values in enumerate(of_tokens):
-                lane = code.load_float32(values, place)
-                for row, weight in enumerate(lanes):
-                    each = row * tokens + token
-                    loop.values[each] = code.multiply_add(weight, lane, loop.values[each])
-    return loop.values
 
 
 def _input_rows(code: FunctionBuilder, inputs: ir.Value, tokens: int) -> list[ir.Value]:
