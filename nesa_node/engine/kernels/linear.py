@@ -30,6 +30,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,12 +52,12 @@ GEMV_MIN_OUTPUTS = 2
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
+@dataclass(frozen=True)
 class Gemv:
     """Product x [T, I] -> x W^T + b [T, O] for up to `GEMV_MAX_TOKENS` tokens of one dtype."""
 
-    def __init__(self, functions: list[NativeFunction]) -> None:
-        """`functions` are for 1, 2, ... tokens."""
-        self._functions = functions
+    functions: list[NativeFunction]
+    """For 1, 2, ... tokens."""
 
     def __call__(self, input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
         """Return the product [T, O] in the dtype of `weight_OI`, which `supports_gemv`.
@@ -74,7 +75,7 @@ class Gemv:
     ) -> KernelCall:
         """Return a call that writes the product of contiguous float32 `input_TI` to `output_TO`."""
         outputs, inputs = weight_OI.shape
-        return self._functions[len(input_TI) - 1].bind(
+        return self.functions[len(input_TI) - 1].bind(
             weight_OI.data_ptr(),
             input_TI.data_ptr(),
             bias_O.data_ptr(),
@@ -113,12 +114,12 @@ AMX_MIN_OUTPUTS = 32
 """Rows of weights that are read at a time."""
 
 
+@dataclass(frozen=True)
 class AmxMatmul:
     """AMX product x [T, I] -> x W^T + b [T, O] for up to `AMX_MAX_TOKENS` tokens."""
 
-    def __init__(self, functions: list[NativeFunction]) -> None:
-        """`functions` are for one tile of tokens, and for two."""
-        self._functions = functions
+    functions: list[NativeFunction]
+    """For one tile of tokens, and for two."""
 
     def __call__(self, input_TI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
         """Return the product [T, O] with a weight that `supports_amx`.
@@ -149,7 +150,7 @@ class AmxMatmul:
         # Transposed to pairs of inputs, as AMX multiplies them. Unused columns yield sums that are
         # discarded.
         pairs = pairs_scratch.view(inputs // 2, TILE_TOKENS * wide)[:, :tokens]
-        job = self._functions[wide - 1].bind(
+        job = self.functions[wide - 1].bind(
             weight_OI.data_ptr(),
             pairs_scratch.data_ptr(),
             bias_O.data_ptr(),

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ log = get_logger(__name__)
 
 COMPILE_TIMEOUT_S = 60
 CACHE_LINE_BYTES = 64
+NUM_HEADER_FIELDS = 3
+"""Fields that every function begins with (`native/function_builder.py`)."""
 _COMPILER_MODULE = "nesa_node.engine.kernels.native.compiler"
 _READ_AND_RUN = 1 | 4  # PROT_READ | PROT_EXEC
 
@@ -129,33 +132,27 @@ class NativeFunction:
         """Return a reusable call with these fields."""
         openmp = _load_openmp() if threads > 1 else None
         queries = (0, 0) if openmp is None else _thread_query_addresses()
-        call = KernelCall((*queries, self._memory.constants_address), fields)
-        # `run` refers to the call's fields, so that keeping `run` keeps them alive.
+        header = *queries, self._memory.constants_address
+        memory = (ctypes.c_int64 * (NUM_HEADER_FIELDS + len(fields)))(*header, *fields)
+        # `run` refers to the fields, so that keeping `run` keeps them alive.
+        pointer: Any = ctypes.byref(memory)
         if openmp is None:
-            call.run = partial(self._callable, call.pointer)
-        else:
-            call.run = partial(openmp.GOMP_parallel, self._address, call.pointer, threads, 0)
-        return call
+            return KernelCall(memory, partial(self._callable, pointer))
+        run = partial(openmp.GOMP_parallel, self._address, pointer, threads, 0)
+        return KernelCall(memory, run)
 
 
+@dataclass(slots=True)
 class KernelCall:
-    """Fields of one function call at a fixed address. The caller keeps alive what they point to.
+    """Fields of one function call at a fixed address. The caller keeps alive what they point to."""
 
-    `run` is set by `NativeFunction.bind`.
-    """
-
-    __slots__ = ("_fields", "_num_header_fields", "pointer", "run")
-
-    def __init__(self, header: Sequence[int], fields: Sequence[int]) -> None:
-        """`header`: the fields that every function begins with."""
-        self._num_header_fields = len(header)
-        self._fields = (ctypes.c_int64 * (self._num_header_fields + len(fields)))(*header, *fields)
-        self.pointer: Any = ctypes.byref(self._fields)
-        self.run: Callable[[], object]
+    fields: Any
+    """Header fields, then those given to `NativeFunction.bind`: an array of ctypes."""
+    run: Callable[[], object]
 
     def set_field(self, index: int, value: int) -> None:
         """Replace field `index` of those given to `NativeFunction.bind`."""
-        self._fields[self._num_header_fields + index] = value
+        self.fields[NUM_HEADER_FIELDS + index] = value
 
 
 @functools.cache

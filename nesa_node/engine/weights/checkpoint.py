@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -67,20 +68,14 @@ MAX_WEIGHT_FILES = 2048
 _PICKLE_SUFFIX = re.compile(r"\.(bin|pt|pth|ckpt|pkl|h5|msgpack)$")
 
 
+@dataclass(eq=False, repr=False)
 class Checkpoint(ABC):
     """Read-only checkpoint. `tensors` describes all tensors, also those not downloaded yet."""
 
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        config: PreTrainedConfig,
-        tensors: dict[str, TensorInfo],
-    ) -> None:
-        self.name = name
-        self.folder = folder
-        self.config = config
-        self.tensors = tensors
+    name: str
+    folder: Path
+    config: PreTrainedConfig
+    tensors: dict[str, TensorInfo]
 
     @property
     def family(self) -> ModelFamily:

@@ -144,9 +144,8 @@ def sanitize_tokenizer(content: bytes) -> bytes:
     _check_components(found.decoder, "decoder", "decoders", _DECODERS)
     written = msgspec.to_builtins(found)
     if found.model.type == "WordLevel":
-        written["model"] = {
-            key: written["model"][key] for key in ("type", "vocab", "unk_token")
-        } | {"unk_token": found.model.unk_token or ""}
+        vocab, unknown = found.model.vocab, found.model.unk_token or ""
+        written["model"] = {"type": "WordLevel", "vocab": vocab, "unk_token": unknown}
     return msgspec.json.encode(written | {"truncation": None, "padding": None})
 
 
