@@ -223,31 +223,22 @@ class _AttentionCall:
         self._function, self._layer, self._step = attend, layer, step
         self._qkv, self._attended = qkv, attended
         self._visible = step.visible_slots(layer)
-        pointers = qkv.data_ptr(), *cache, attended.data_ptr()
-        self._leading_fields = *pointers, *self._visible.addresses
-        self._scale = float_as_field(layer.scaling)
-        self._kernel_call = attend.bind(
-            *self._leading_fields, 0, 0, layer.num_kv_heads, 0, self._scale
-        )
+        pointers = qkv.data_ptr(), *cache, attended.data_ptr(), *self._visible.addresses
+        scale = float_as_field(layer.scaling)
+        self._fields = *pointers, 0, 0, layer.num_kv_heads, 0, scale
+        self._threads = 1
+        self._kernel_call = attend.bind(*self._fields)
 
     def __call__(self) -> None:
         seen, step = self._visible, self._step
-        if seen.tokens and seen.threads == 1:
-            job = self._kernel_call
-            job.set_field(SCRATCH_FIELD, seen.scratch)
-            job.set_field(NUM_TOKENS_FIELD, seen.tokens)
-            job.set_field(SCRATCH_STRIDE_FIELD, seen.scratch_stride)
-            job.run()
-        elif seen.tokens:
-            self._function(
-                *self._leading_fields,
-                seen.scratch,
-                seen.tokens,
-                self._layer.num_kv_heads,
-                seen.scratch_stride,
-                self._scale,
-                threads=seen.threads,
-            )
+        if seen.tokens:
+            if seen.threads != self._threads:
+                self._threads = seen.threads
+                self._kernel_call = self._function.bind(*self._fields, threads=seen.threads)
+            self._kernel_call.set_field(SCRATCH_FIELD, seen.scratch)
+            self._kernel_call.set_field(NUM_TOKENS_FIELD, seen.tokens)
+            self._kernel_call.set_field(SCRATCH_STRIDE_FIELD, seen.scratch_stride)
+            self._kernel_call.run()
         if not step.multi_token_rows:
             return
         layer, qkv, packed = self._layer, self._qkv, step.packed
