@@ -242,12 +242,12 @@ class ScriptedSearch(ReplacementSearch):
     """Finds at once, where there is anything to be found."""
 
     def __init__(self, finds: bool) -> None:
-        super().__init__(cast(Swarm, None), cast(RouteRequest, None), cast(NodeSelector, None))
+        super().__init__(cast(Swarm, None), cast(NodeSelector, None))
         self._finds = finds
         self.irreplaceable: frozenset[PeerId] = frozenset()
 
     def start(self, hops: Hops, *choices: frozenset[PeerId]) -> None:
-        self._silent_peers = frozenset().union(*choices)
+        self.silent_peers = frozenset().union(*choices)
         found = [gone for gone in choices if self._finds and not gone & self.irreplaceable]
         self.replaceable = found[0] if found else frozenset()
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
 
-from nesa_node.client.routing.node_selection import NodeSelector
+from nesa_node.client.routing.node_selection import NodeSelector, nodes_with
 from nesa_node.client.routing.planner import Hops
-from nesa_node.client.routing.request import RouteRequest
 from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.core.span import Span
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.link_measurements import ping
 from nesa_node.topology.snapshot import NodeState, Snapshot
@@ -34,13 +31,13 @@ MAX_PINGED_CANDIDATES = 24
 class ReplacementSearch:
     """Search for replacements of the hops that are silent now, one at a time."""
 
-    def __init__(self, swarm: Swarm, request: RouteRequest, selector: NodeSelector) -> None:
+    def __init__(self, swarm: Swarm, selector: NodeSelector) -> None:
         self.replaceable: frozenset[PeerId] = frozenset()
         """Hops that nodes which have answered could replace; empty until such nodes are found."""
+        self.silent_peers: frozenset[PeerId] = frozenset()
+        """Silent nodes to be replaced."""
         self._swarm = swarm
-        self._request = request
         self._selector = selector
-        self._silent_peers: frozenset[PeerId] = frozenset()
         self._choices: tuple[frozenset[PeerId], ...] = ()
         self._pinged: set[PeerId] = set()
         self._answered: set[PeerId] = set()
@@ -53,11 +50,6 @@ class ReplacementSearch:
         """Whether nodes that have answered could repair the chain."""
         return bool(self.replaceable)
 
-    @property
-    def silent_peers(self) -> frozenset[PeerId]:
-        """Silent nodes to be replaced."""
-        return self._silent_peers
-
     def start(self, hops: Hops, *choices: frozenset[PeerId]) -> None:
         """Search for nodes that could replace all hops of one of `choices`.
 
@@ -66,14 +58,14 @@ class ReplacementSearch:
         """
         if choices != self._choices:
             self._cancel_task()
-            self._choices, self._silent_peers = choices, frozenset().union(*choices)
+            self._choices, self.silent_peers = choices, frozenset().union(*choices)
             self.replaceable = frozenset()
             self._task = asyncio.create_task(self._search(hops), name="replacement-search")
 
     def stop(self) -> None:
         """End the search and forget its result: no hop is silent, or the chain is repaired."""
         self._cancel_task()
-        self._choices, self._silent_peers, self.replaceable = (), frozenset(), frozenset()
+        self._choices, self.silent_peers, self.replaceable = (), frozenset(), frozenset()
         self._pinged.clear()
         self._answered.clear()
 
@@ -96,29 +88,23 @@ class ReplacementSearch:
             self._task = None
 
     async def _search(self, hops: Hops) -> None:
-        lost = [hop.span for hop in hops if hop.peer_id in self._silent_peers]
         try:
             while not self.has_found:
                 snapshot = await self._selector.fetch_from_one_member()
-                near = self._candidates(snapshot, lost, {hop.peer_id for hop in hops})
                 async with asyncio.TaskGroup() as asking:
-                    for node in near:
+                    for node in self._candidates(snapshot, hops):
                         asking.create_task(self._ping_candidate(node, snapshot, hops))
                 if not self.has_found:
                     await asyncio.sleep(SEARCH_INTERVAL_S)
         except Exception:  # edge of a task: the session still repairs its chain without it
             log.exception("replacement_search_failed")
 
-    def _candidates(
-        self, snapshot: Snapshot, lost: Sequence[Span], used: set[PeerId]
-    ) -> list[NodeState]:
-        """Nodes that hold some of the lost blocks, the nearest first."""
+    def _candidates(self, snapshot: Snapshot, hops: Hops) -> list[NodeState]:
+        """Nodes outside `hops` that hold some of the silent nodes' blocks, the nearest first."""
         rtt_ms = self._swarm.rtts.rtt_ms
-        holders = [
-            node
-            for node in snapshot.nodes
-            if node.peer_id not in used and any(_spans_overlap(node.span, span) for span in lost)
-        ]
+        used = {hop.peer_id for hop in hops}
+        lost = [(hop.span.start, hop.span.end) for hop in hops if hop.peer_id in self.silent_peers]
+        holders = nodes_with(lost, [node for node in snapshot.nodes if node.peer_id not in used])
         return sorted(
             holders, key=lambda n: (math.isnan(rtt_ms(n.peer_id)), rtt_ms(n.peer_id), n.peer_id)
         )[:MAX_PINGED_CANDIDATES]
@@ -141,7 +127,3 @@ class ReplacementSearch:
             kept = tuple(hop for hop in hops if hop.peer_id not in gone)
             if not self.has_found and await self._selector.can_fill(snapshot, kept, self._answered):
                 self.replaceable = gone
-
-
-def _spans_overlap(one: Span, other: Span) -> bool:
-    return one.start < other.end and other.start < one.end

@@ -57,17 +57,20 @@ async def measure_speed(swarm: Swarm, node: NodeState, request: RouteRequest) ->
         ),
     )
     session = RemoteSession(swarm, alone, ChainPlanner(swarm), OpenLimiter(), rng=random.Random())
+
+    async def time_steps(count: int) -> float:
+        start = session.lengths[0]
+        generator = torch.Generator().manual_seed(start)
+        hidden_TD = torch.randn((count, request.hidden_size), generator=generator)
+        started = time.perf_counter()
+        await session.step(hidden_TD, [RowSlice(0, start, count)], chunk_tokens=1)
+        return time.perf_counter() - started
+
     try:
         async with asyncio.timeout(_AUDIT_TIMEOUT_S):
             await session.open()
-            rounds_s = [
-                await _time_steps(session, start, PIPELINED_STEPS, alone)
-                for start in (0, PIPELINED_STEPS)
-            ]
-            singles_s = [
-                await _time_steps(session, 2 * PIPELINED_STEPS + each, 1, alone)
-                for each in range(SEQUENTIAL_STEPS)
-            ]
+            rounds_s = [await time_steps(PIPELINED_STEPS) for _ in range(2)]
+            singles_s = [await time_steps(1) for _ in range(SEQUENTIAL_STEPS)]
             rtt_ms = await ping(swarm.transport, node.peer_id, node.addresses)
     except (NesaError, TimeoutError) as error:
         log.info("node_audit_failed", peer=node.peer_id, reason=str(error))
@@ -77,14 +80,3 @@ async def measure_speed(swarm: Swarm, node: NodeState, request: RouteRequest) ->
     round_s, rtt_s = min(rounds_s), rtt_ms / 1000
     together_s = max(round_s - rtt_s, round_s / 2) / PIPELINED_STEPS
     return 1 / max(together_s, min(singles_s) - rtt_s - VISIT_OVERHEAD_S)
-
-
-async def _time_steps(
-    session: RemoteSession, start: int, steps: int, request: RouteRequest
-) -> float:
-    generator = torch.Generator().manual_seed(start)
-    shape = (steps, request.hidden_size)
-    hidden_TD = torch.randn(shape, generator=generator, dtype=torch.float32)
-    started = time.perf_counter()
-    await session.step(hidden_TD, [RowSlice(0, start, steps)], chunk_tokens=1)
-    return time.perf_counter() - started

@@ -48,16 +48,16 @@ class LatencyView:
             async with self._refresh_lock:
                 await self._ping_ends(snapshot, span)
                 await self._refresh_links(snapshot)
-        links = self._links
-        peers = [node.peer_id for node in (*snapshot.nodes, *snapshot.joining)]
-        own = self._swarm.identity.peer_id
         rtt_ms = {}
-        for peer in peers:
-            measured_ms = self._swarm.rtts.rtt_ms(peer)
-            if math.isnan(measured_ms) and links is not None:
-                measured_ms = links.rtt_ms(own, peer)
-            rtt_ms[peer] = measured_ms
-        return replace(snapshot, links=links), rtt_ms
+        for node in (*snapshot.nodes, *snapshot.joining):
+            measured_ms = self._swarm.rtts.rtt_ms(node.peer_id)
+            unknown = math.isnan(measured_ms)
+            rtt_ms[node.peer_id] = self._estimated_ms(node.peer_id) if unknown else measured_ms
+        return replace(snapshot, links=self._links), rtt_ms
+
+    def _estimated_ms(self, peer: PeerId) -> float:
+        links = self._links
+        return math.nan if links is None else links.rtt_ms(self._swarm.identity.peer_id, peer)
 
     async def ping_nodes(self, nodes: Sequence[NodeState]) -> None:
         """Ping `nodes` now."""
@@ -80,9 +80,7 @@ class LatencyView:
 
     def _expected_ms(self, node: NodeState) -> tuple[float, PeerId]:
         """Sort key: known round trip, then peer id, which is random in an unknown network."""
-        own = self._swarm.identity.peer_id
-        links = self._links
-        rtt_ms = math.nan if links is None else links.rtt_ms(own, node.peer_id)
+        rtt_ms = self._estimated_ms(node.peer_id)
         return math.inf if math.isnan(rtt_ms) else rtt_ms, node.peer_id
 
     async def _refresh_links(self, snapshot: Snapshot) -> None:

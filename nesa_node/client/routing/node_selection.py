@@ -71,8 +71,7 @@ class NodeSelector:
         """Peers that failed, or had no free cache, within the last `SUSPECT_EXCLUSION_S`."""
         now = time.monotonic()
         # Copied first: the event loop may add one while a thread plans.
-        suspects = list(self._suspected_until.items())
-        return frozenset(peer for peer, until in suspects if until > now)
+        return frozenset(peer for peer, until in list(self._suspected_until.items()) if until > now)
 
     def record_failure(
         self, peer: PeerId, reason: str, kind: FailureKind = "lost", *, report: bool = True
@@ -156,11 +155,10 @@ class NodeSelector:
         self.expected_s = await _run_planning(view.snapshot, costing)
         if session:
             reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
-            self._planner.record_decision(session, reason, view, plan.request, plan.hops)
+            self._planner.record_decision(session, reason, view, plan)
         return plan.hops, addresses
 
     async def fetch_from_one_member(self) -> Snapshot:
-        """Snapshot by the first member of the DHT to answer."""
         return await self._planner.snapshots.fetch_from_one_member(self._request)
 
     async def can_fill(self, snapshot: Snapshot, keep: Hops, answered: Collection[PeerId]) -> bool:
@@ -183,11 +181,8 @@ class NodeSelector:
         return True
 
     async def _plan_quickly(self, keep: Hops) -> tuple[PlanningView, ChainPlan] | None:
-        """Plan with unsuspected nodes of a quick snapshot; None if they do not suffice.
-
-        A full fetch asks every member of the DHT that stores the records and waits seconds for dead
-        ones, which are likely the nodes to be replaced.
-        """
+        # A full fetch asks every member of the DHT that stores the records and waits seconds for
+        # dead ones, which are likely the nodes to be replaced.
         snapshot = await self.fetch_from_one_member()
         view = await self._planner.build_view(snapshot, self._request, may_ping=False)
         planning = partial(self._fill_around, view, keep, frozenset())
@@ -256,13 +251,12 @@ class NodeSelector:
         )
 
     async def _fetch_view(self, *, may_ping: bool) -> PlanningView:
-        request = self._request
-        lookup = self._planner.snapshots
+        request, snapshots = self._request, self._planner.snapshots
         with track_wait("the DHT to list the nodes of the model", blocks=(request.span,)):
             if may_ping:
-                snapshot = await lookup.fetch(request, after=self._stale_before)
+                snapshot = await snapshots.fetch(request, after=self._stale_before)
             else:
-                snapshot = await lookup.fetch_uncached(request, reports=False)
+                snapshot = await snapshots.fetch_uncached(request, reports=False)
         return await self._planner.build_view(snapshot, request, may_ping=may_ping)
 
     def _fill_with_fallbacks(
@@ -289,11 +283,7 @@ class NodeSelector:
                 first = first or error
         assert first is not None
         self._stale_before = time.monotonic()
-        self.joining = tuple(
-            node
-            for node in snapshot.joining
-            if any(node.span.start < end and start < node.span.end for start, end in first.missing)
-        )
+        self.joining = tuple(nodes_with(first.missing, snapshot.joining))
         try:
             raise self._explain_missing(snapshot, first)
         finally:
@@ -318,15 +308,8 @@ class NodeSelector:
         return precision not in order[order.index(self._request.options.min_precision) :]
 
     def _explain_missing(self, snapshot: Snapshot, error: MissingBlocksError) -> NesaError:
-        """The error to raise: no holder of the blocks, none precise enough, none large enough, or
-        refusals.
-        """
         request, coarsest = self._request, self._request.options.min_precision
-        holders = [
-            node
-            for node in snapshot.nodes
-            if any(node.span.start < end and start < node.span.end for start, end in error.missing)
-        ]
+        holders = nodes_with(error.missing, snapshot.nodes)
         precise = [node for node in holders if not self._is_too_coarse(node)]
         if holders and not precise:
             found = ", ".join(sorted({node.quantization for node in holders}))
@@ -335,19 +318,28 @@ class NodeSelector:
                 f"the nodes with blocks {error.missing[0][0]}:{error.missing[0][1]} hold them in "
                 f"{found}, and {coarsest} was asked for at least (--min-precision)",
             )
-        holders = precise
-        refusals = [self._refusals[n.peer_id] for n in holders if n.peer_id in self._refusals]
-        fitting = [n for n in holders if n.peer_id not in self._refusals]
-        if fitting and max(node.total_cache_tokens for node in fitting) < request.total_tokens:
-            most = max(node.total_cache_tokens for node in fitting) // request.rows
+        refusals = [self._refusals[n.peer_id] for n in precise if n.peer_id in self._refusals]
+        fitting = [n for n in precise if n.peer_id not in self._refusals]
+        most_tokens = max((node.total_cache_tokens for node in fitting), default=0)
+        if fitting and most_tokens < request.total_tokens:
             return ContextLengthError(
                 f"a session of {request.max_tokens} tokens in {request.rows} rows was asked for; "
                 f"the nodes with blocks {error.missing[0][0]}:{error.missing[0][1]} promise at "
-                f"most {most} per row"
+                f"most {most_tokens // request.rows} per row"
             )
         if refusals and not fitting:
             return RefusedError(refusals[0].code, str(refusals[0]))
         return error
+
+
+def nodes_with(blocks: Iterable[tuple[int, int]], nodes: Iterable[NodeState]) -> list[NodeState]:
+    """Nodes that hold some of `blocks`, given as pairs of start and end."""
+    ranges = list(blocks)
+    return [
+        node
+        for node in nodes
+        if any(node.span.start < end and start < node.span.end for start, end in ranges)
+    ]
 
 
 async def _run_planning(snapshot: Snapshot, planning: Callable[[], _T]) -> _T:

@@ -1,7 +1,4 @@
-"""Planning of chains, with what the client has learned about nodes in all its sessions.
-
-Explanation of a chosen chain, for `nesa-node explain`.
-"""
+"""Planning of chains, with what the client has learned about nodes in all its sessions."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,71 +46,6 @@ from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
-
-def describe_decision(
-    snapshot: Snapshot, request: ChainRequest, hops: Sequence[Hop], strategy: Strategy, reason: str
-) -> dict[str, Any]:
-    """Describe as JSON the terms of the chain's cost, and the cost without each of its nodes.
-
-    An infinite cost becomes None. `hops` cover the request's span. Takes one planning run for each
-    hop.
-    """
-    used = frozenset(hop.peer_id for hop in hops)
-    problem = make_problem(
-        snapshot, replace(request, exclude=request.exclude - used, min_free_tokens=0)
-    )
-    explanation = explain(problem, hops_to_visits(problem, request.span, hops), strategy)
-    return {
-        "reason": reason,
-        "model": snapshot.model_id,
-        "strategy": explanation.strategy,
-        "nodes": problem.num_nodes,
-        "excluded": len(request.exclude),
-        "chain": _describe_visits(problem, explanation.chain, request.span),
-        "terms": dict(explanation.terms),
-        "cost": explanation.cost,
-        "step_s": dict(explanation.step_s),
-        "alternatives": [
-            _describe_alternative(problem, alternative, request.span)
-            for alternative in explanation.alternatives
-        ],
-    }
-
-
-def _describe_visits(problem: ChainProblem, chain: Chain, span: Span) -> list[dict[str, Any]]:
-    """Visits of a chain with their seconds: transfer to the node, and computation there."""
-    visits: list[dict[str, Any]] = []
-    for at, visit in enumerate(chain):
-        way_s = (
-            problem.transfer_s_NN[chain[at - 1].node, visit.node]
-            if at
-            else problem.entry_s_N[visit.node]
-        )
-        visits.append(
-            {
-                "peer": problem.peers[visit.node],
-                "blocks": [span.start + visit.start, span.start + visit.end],
-                "way_s": float(way_s),
-                "visit_s": float(problem.visit_s_N[visit.node]),
-                "compute_s": float(problem.busy_block_s_N[visit.node] * (visit.end - visit.start)),
-                "load": float(problem.load_N[visit.node]),
-            }
-        )
-    return visits
-
-
-def _describe_alternative(
-    problem: ChainProblem, alternative: Alternative, span: Span
-) -> dict[str, Any]:
-    found = alternative.chain is not None and math.isfinite(alternative.cost)
-    return {
-        "without": alternative.excluded_peer,
-        "cost": alternative.cost if found else None,
-        "step_s": alternative.step_s if found else None,
-        "chain": _describe_visits(problem, alternative.chain, span) if alternative.chain else None,
-    }
-
-
 log = get_logger(__name__)
 
 Hops = tuple[Hop, ...]
@@ -136,11 +69,77 @@ class PlanningView:
     rtt_ms: Mapping[PeerId, float]
     blames: Mapping[PeerId, float] = field(default_factory=dict)
 
+    def holds(self, hops: Hops) -> bool:
+        """Whether the nodes of `hops` are in the snapshot, with those blocks."""
+        spans = {node.peer_id: node.span for node in self.snapshot.nodes}
+        return all(hop.peer_id in spans and spans[hop.peer_id].covers(hop.span) for hop in hops)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainPlan:
     hops: Hops
     request: ChainRequest
+
+
+def describe_decision(
+    snapshot: Snapshot, plan: ChainPlan, strategy: Strategy, reason: str
+) -> dict[str, Any]:
+    """Describe as JSON, for `nesa-node explain`, the terms of the chain's cost, and the cost
+    without each of its nodes.
+
+    An infinite cost becomes None. The hops cover the request's span. Takes one planning run for
+    each hop.
+    """
+    request, used = plan.request, frozenset(hop.peer_id for hop in plan.hops)
+    problem = make_problem(
+        snapshot, replace(request, exclude=request.exclude - used, min_free_tokens=0)
+    )
+    explanation = explain(problem, hops_to_visits(problem, request.span, plan.hops), strategy)
+    return {
+        "reason": reason,
+        "model": snapshot.model_id,
+        "strategy": explanation.strategy,
+        "nodes": problem.num_nodes,
+        "excluded": len(request.exclude),
+        "chain": _describe_visits(problem, explanation.chain, request.span),
+        "terms": dict(explanation.terms),
+        "cost": explanation.cost,
+        "step_s": dict(explanation.step_s),
+        "alternatives": [
+            _describe_alternative(problem, alternative, request.span)
+            for alternative in explanation.alternatives
+        ],
+    }
+
+
+def _describe_visits(problem: ChainProblem, chain: Chain, span: Span) -> list[dict[str, Any]]:
+    """Visits of a chain with their seconds: transfer to the node, and computation there."""
+    ways_s = [problem.entry_s_N[visit.node] for visit in chain[:1]] + [
+        problem.transfer_s_NN[before.node, visit.node] for before, visit in pairwise(chain)
+    ]
+    return [
+        {
+            "peer": problem.peers[visit.node],
+            "blocks": [span.start + visit.start, span.start + visit.end],
+            "way_s": float(way_s),
+            "visit_s": float(problem.visit_s_N[visit.node]),
+            "compute_s": float(problem.busy_block_s_N[visit.node] * (visit.end - visit.start)),
+            "load": float(problem.load_N[visit.node]),
+        }
+        for visit, way_s in zip(chain, ways_s, strict=True)
+    ]
+
+
+def _describe_alternative(
+    problem: ChainProblem, alternative: Alternative, span: Span
+) -> dict[str, Any]:
+    found = alternative.chain is not None and math.isfinite(alternative.cost)
+    return {
+        "without": alternative.excluded_peer,
+        "cost": alternative.cost if found else None,
+        "step_s": alternative.step_s if found else None,
+        "chain": _describe_visits(problem, alternative.chain, span) if alternative.chain else None,
+    }
 
 
 class ChainPlanner:
@@ -199,12 +198,11 @@ class ChainPlanner:
         """The rule with the exponents that orchestrators publish, within plausible bounds."""
         placements = await self._swarm.notices.fetch(PlacementNotice, model_id)
         known_s = self._swarm.notices.peer_ages.known_s
-        told = [each for each in placements if each.exponents is not None]
-        told.sort(key=lambda each: known_s(each.signer), reverse=True)
+        placements = sorted(placements, key=lambda each: known_s(each.signer), reverse=True)
         found = (
             parse_published(each.exponents.values, SHIPPED_PARAMETERS)
-            for each in told
-            if each.exponents
+            for each in placements
+            if each.exponents is not None
         )
         published = dict.fromkeys(parameters for parameters in found if parameters is not None)
         return replace(rule, published=tuple(published)[:MAX_PUBLISHED_EXPONENTS])
@@ -256,8 +254,7 @@ class ChainPlanner:
         self, view: PlanningView, request: RouteRequest, hops: Hops
     ) -> float | None:
         """Expected seconds of a step through `hops`; None if the view lacks one of their nodes."""
-        held = {node.peer_id: node.span for node in view.snapshot.nodes}
-        if not all(hop.peer_id in held and held[hop.peer_id].covers(hop.span) for hop in hops):
+        if not view.holds(hops):
             return None
         return chain_cost_s(view.snapshot, self.chain_request(view, request), hops)
 
@@ -282,58 +279,49 @@ class ChainPlanner:
         return replace(view, snapshot=replace(view.snapshot, nodes=nodes))
 
     def record_decision(
-        self, session: bytes, reason: str, view: PlanningView, asked: ChainRequest, hops: Hops
+        self, session: bytes, reason: str, view: PlanningView, plan: ChainPlan
     ) -> None:
-        """Record in the background why `session` got `hops`."""
-        known = {node.peer_id: node.span for node in view.snapshot.nodes}
-        if self._decisions is not None and all(
-            hop.peer_id in known and known[hop.peer_id].covers(hop.span) for hop in hops
-        ):
-            self._decision_writes.start(
-                self._write_decision(self._decisions, session, reason, view, asked, hops),
-                name="decision",
+        """Record in the background why `session` got the plan's hops."""
+        if self._decisions is not None and view.holds(plan.hops):
+            writing = asyncio.to_thread(
+                self._write_decision, self._decisions, session, reason, view.snapshot, plan
             )
+            self._decision_writes.start(writing, name="decision")
+
+    def _write_decision(
+        self,
+        decisions: DecisionLog,
+        session: bytes,
+        reason: str,
+        snapshot: Snapshot,
+        plan: ChainPlan,
+    ) -> None:
+        body = describe_decision(snapshot, plan, self.strategy, reason)
+        try:
+            decisions.add(LoggedDecision("session", session.hex(), time.time(), body))
+        except OSError as error:
+            log.warning("decision_not_logged", reason=str(error))
 
     async def close(self) -> None:
         """Cancel pending writes and fetches."""
         await self.snapshots.close()
         await self._decision_writes.close()
 
-    async def _write_decision(
-        self,
-        decisions: DecisionLog,
-        session: bytes,
-        reason: str,
-        view: PlanningView,
-        asked: ChainRequest,
-        hops: Hops,
-    ) -> None:
-        def write() -> None:
-            body = describe_decision(view.snapshot, asked, hops, self.strategy, reason)
-            decisions.add(LoggedDecision("session", session.hex(), time.time(), body))
-
-        try:
-            await asyncio.to_thread(write)
-        except OSError as error:
-            log.warning("decision_not_logged", reason=str(error))
-
     def chain_request(self, view: PlanningView, request: RouteRequest) -> ChainRequest:
-        """Routing request for one decoded token of the session."""
+        """Routing request for one decoded token of the session, with penalties for failures that
+        this client has seen and for reports by other peers.
+        """
+        peers = [node.peer_id for node in view.snapshot.nodes]
         penalties_s = {
-            node.peer_id: penalty_s
-            for node in view.snapshot.nodes
-            if (penalty_s := self._peer_penalty_s(node.peer_id, view)) > 0
+            peer: self.avoidance.penalty_s(peer) + blame_penalty_s(view.blames.get(peer, 0.0))
+            for peer in peers
         }
         return ChainRequest(
             span=request.span,
             bytes_per_token=request.hidden_size * tensors.DTYPES[request.dtype].itemsize,
             entry_rtt_ms=view.rtt_ms,
-            penalties_s=penalties_s,
+            penalties_s={peer: seconds for peer, seconds in penalties_s.items() if seconds > 0},
         )
-
-    def _peer_penalty_s(self, peer: PeerId, view: PlanningView) -> float:
-        """Penalty for failures that this client has seen and for reports by other peers."""
-        return self.avoidance.penalty_s(peer) + blame_penalty_s(view.blames.get(peer, 0.0))
 
 
 def _links_through_client(rtt_ms: Mapping[PeerId, float], peers: Sequence[PeerId]) -> Links:

@@ -1,8 +1,4 @@
-"""Detection of nodes that announce free cache and still refuse sessions.
-
-A record is some seconds old, so that a single refusal proves nothing. Refusals by a node that
-already serves this client do not count: its quota per client may be used up.
-"""
+"""Detection of nodes that announce free cache and still refuse sessions."""
 
 from __future__ import annotations
 
@@ -28,9 +24,10 @@ class ClosableLink(Protocol):
 
 
 class RefusalTracker:
-    """Refusal counts by peer, shared by all sessions of a client.
+    """Refusal counts by peer, shared by all sessions of a client. `clock` is monotonic seconds.
 
-    `clock` returns monotonic seconds.
+    A record is some seconds old, so that a single refusal proves nothing. Refusals by a node that
+    already serves this client do not count: its quota per client may be used up.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -89,10 +89,10 @@ class SnapshotCache:
 
     async def close(self) -> None:
         """Cancel fetches in the background."""
-        looks = list(self._pending_fetches.values())
-        for looking in looks:
-            looking.cancel()
-        await asyncio.gather(*looks, return_exceptions=True)
+        fetches = list(self._pending_fetches.values())
+        for fetching in fetches:
+            fetching.cancel()
+        await asyncio.gather(*fetches, return_exceptions=True)
 
     async def fetch_uncached(self, request: RouteRequest, *, reports: bool = True) -> Snapshot:
         """`Directory.fetch`, bypassing the cache."""

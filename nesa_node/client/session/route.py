@@ -57,7 +57,7 @@ class SessionRoute:
         self._on_change = on_change
         self.selector = NodeSelector(swarm, request, planner)
         self.opener = HopOpener(swarm, request, self.selector, self.prefix_start, on_change)
-        self.search = ReplacementSearch(swarm, request, self.selector)
+        self.search = ReplacementSearch(swarm, self.selector)
         self.detector = FailureDetector(self.search, suspicions)
         self.fault_attribution = FaultAttribution()
 

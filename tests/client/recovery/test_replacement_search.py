@@ -63,7 +63,7 @@ async def searching(
     monkeypatch.setattr(replacements, "ping", ping)
     swarm = SimpleNamespace(rtts=SimpleNamespace(rtt_ms=lambda _: 1.0), transport=None)
     known = KnownNodes(*answers_s)
-    search = ReplacementSearch(swarm, None, known)  # type: ignore[arg-type]
+    search = ReplacementSearch(swarm, known)  # type: ignore[arg-type]
     try:
         yield search, known, asked
     finally:
