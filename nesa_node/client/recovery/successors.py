@@ -15,7 +15,6 @@ from nesa_node.client.session.hop import HopLink
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.swarm.protocol.messages import Downstream
 from nesa_node.swarm.protocol.stream import peer_timeout
 
 log = get_logger(__name__)
@@ -47,13 +46,11 @@ class _SuccessorState:
 
     async def sync(self, leaver: HopLink) -> None:
         """Let `leaver` hand over what the successor lacks. Raises `NesaError`."""
-        span, cuts = self.link.hop.span, self._truncations
+        cuts = self._truncations
         if self._must_restart:
             self.lengths = [0] * len(self.lengths)
         try:
-            held = await leaver.hand_over(
-                Downstream(peer=self.link.hop.peer_id, blocks=(span.start, span.end))
-            )
+            held = await leaver.hand_over(self.link)
         except NesaError:
             self._must_restart = True
             raise

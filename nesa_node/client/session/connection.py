@@ -6,7 +6,7 @@ import asyncio
 import random
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from nesa_node.client.recovery.retry import OpenLimiter
 from nesa_node.client.routing.audit import measure_speed
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
-from nesa_node.client.session.base import BlockSession, SessionPrefix
+from nesa_node.client.session.base import SessionPrefix
 from nesa_node.client.session.session import RemoteSession
 from nesa_node.client.session.telemetry import SessionMetrics, session_samples
 from nesa_node.compression.tensors import DTYPE_NAMES
@@ -65,16 +65,11 @@ class RemoteConnection:
         """End background tasks that belong to no session."""
         await self._planner.close()
 
-    def open_session(
-        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
-    ) -> AbstractAsyncContextManager[BlockSession]:
-        """See `SwarmConnection.open_session`."""
-        return self.open_remote(span, rows=rows, max_tokens=max_tokens, prefix=prefix)
-
     @asynccontextmanager
-    async def open_remote(
+    async def open_session(
         self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
     ) -> AsyncIterator[RemoteSession]:
+        """See `SwarmConnection.open_session`."""
         request = RouteRequest(
             model_id=self._model,
             span=span,

@@ -93,9 +93,7 @@ TRANSITIONS: dict[LinkState, frozenset[LinkState]] = {
 
 @dataclass(frozen=True, slots=True)
 class LinkFailure:
-    """Failure of a link. `kind` is for reports to the swarm; a node that had announced its leaving
-    has not failed.
-    """
+    """`kind` is for reports to the swarm; a node that had announced its leaving has not failed."""
 
     reason: str
     kind: FailureKind
@@ -120,10 +118,8 @@ class HopLink:
         budget: MessageBudget,
         ping: Callable[[], Awaitable[object]],
     ) -> None:
-        """`session` is the session's id at this node; `budget` is shared by all links of the
-        client.
-
-        `ping` pings the node on a separate stream.
+        """`session` is the session's id at this node; `budget` is shared by all of the client's
+        links. `ping` pings the node on a separate stream.
         """
         self.hop = hop
         self.session = session
@@ -166,16 +162,21 @@ class HopLink:
 
     def change_state(self, state: LinkState) -> bool:
         """Change to `state` if `TRANSITIONS` allows that; return whether it does."""
-        is_allowed = state in TRANSITIONS[self.state]
-        if is_allowed:
-            self.state = state
-        return is_allowed
+        if state not in TRANSITIONS[self.state]:
+            return False
+        self.state = state
+        return True
+
+    def as_downstream(self) -> Downstream:
+        """The node as its neighbours are told of it."""
+        span = self.hop.span
+        return Downstream(peer=self.hop.peer_id, blocks=(span.start, span.end))
 
     def prefix_for_node(self, prefix: Prefix) -> Prefix:
         """Digests as sent to this node: in a star each node gets different ones."""
         return prefix if self._request.is_chain else rekey_for_peer(prefix, self.hop.peer_id)
 
-    async def open(self, message: Open, timeout_s: float = OPEN_TIMEOUT_S) -> None:
+    async def open(self, message: Open, timeout_s: float) -> None:
         """Open the session. Raises `BusyError`, `RemoteError` and `PeerUnreachableError`."""
         answer = await self._exchange(message, timeout_s)
         if not isinstance(answer, Opened):
@@ -189,9 +190,7 @@ class HopLink:
 
         The error's code is "downstream_lost" where the node could not reach the next one.
         """
-        answer = await self._exchange(message, LINK_TIMEOUT_S)
-        if not isinstance(answer, Linked) or answer.epoch != message.epoch:
-            raise self._fail_unexpected(answer)
+        await self._start_epoch(message, Linked)
         self.downstream_lost_reason = None
         if message.upstream is None:
             request = self._request
@@ -203,16 +202,21 @@ class HopLink:
                 raise PeerUnreachableError(str(error)) from error
 
     async def rollback(self, message: Rollback) -> None:
-        answer = await self._exchange(message, LINK_TIMEOUT_S)
-        if not isinstance(answer, RolledBack) or answer.epoch != message.epoch:
-            raise self._fail_unexpected(answer)
+        await self._start_epoch(message, RolledBack)
 
     async def reorder(self, message: Reorder) -> None:
+        await self._start_epoch(message, Reordered)
+
+    async def _start_epoch(
+        self,
+        message: Link | Rollback | Reorder,
+        expected: type[Linked | RolledBack | Reordered],
+    ) -> None:
         answer = await self._exchange(message, LINK_TIMEOUT_S)
-        if not isinstance(answer, Reordered) or answer.epoch != message.epoch:
+        if not isinstance(answer, expected) or answer.epoch != message.epoch:
             raise self._fail_unexpected(answer)
 
-    async def hand_over(self, to: Downstream) -> tuple[int, ...]:
+    async def hand_over(self, to: HopLink) -> tuple[int, ...]:
         """Let the node copy its cache to `to`; return the tokens per row that `to` then holds.
 
         Steps may run meanwhile. One hand-over at a time. Raises `RemoteError` and
@@ -223,7 +227,7 @@ class HopLink:
         self._hand_over_result = handed
         try:
             async with peer_timeout(self._stream.peer, HAND_OVER_TIMEOUT_S, "handing over"):
-                await self._stream.send(HandOver(to=to))
+                await self._stream.send(HandOver(to=to.as_downstream()))
                 return await handed
         except StreamClosedError as error:
             raise PeerUnreachableError(str(error)) from error
@@ -243,12 +247,9 @@ class HopLink:
     @property
     def probe_transit_s(self) -> float:
         """Seconds that a probe may need to reach the node, behind unanswered bytes."""
-        return self.transit_s(self.unanswered_bytes) + (NEW_STREAM_S if self.owes_answer else 0.0)
-
-    def transit_s(self, nbytes: int) -> float:
-        """Seconds that `nbytes` may need to reach the node."""
         rate = self._speed.rate_bytes_per_s
-        return nbytes / (DEFAULT_LINK_BYTES_PER_S if rate is None else rate / TRANSIT_FACTOR)
+        slowest = DEFAULT_LINK_BYTES_PER_S if rate is None else rate / TRANSIT_FACTOR
+        return self.unanswered_bytes / slowest + (NEW_STREAM_S if self.owes_answer else 0.0)
 
     async def ping(self, nonce: int) -> Pong:
         """Ping the node. Silence fails the link and raises `PeerUnreachableError`."""
@@ -263,8 +264,7 @@ class HopLink:
         """Send a ping without waiting for its answer, which becomes `probe_report`.
 
         `received_bytes` shows that the node answered. A node does not read the session's stream
-        while it executes a request: then the ping goes over a separate stream, and there is no
-        report.
+        while it executes a request: then a separate stream is used, and there is no report.
         """
         if self.owes_answer:
             self.probe_on_new_stream()
@@ -304,11 +304,10 @@ class HopLink:
             raise PeerUnreachableError(str(error)) from error
 
     def expect_output(self, epoch: int, step: int, nbytes: int) -> None:
-        """Accept the output of this step, of at most `nbytes`.
+        """Accept the output of this step, of at most `nbytes`; call it before the step is sent.
 
-        Outputs that were not announced here are dropped on arrival, so that a node cannot fill
-        memory. To be called before the step is sent. A new epoch forgets outputs and expectations
-        of earlier ones. A larger output fails the link.
+        Other outputs are dropped on arrival, so that a node cannot fill memory. A larger output
+        fails the link. A new epoch forgets outputs and expectations of earlier ones.
         """
         if epoch != self._epoch:
             self._epoch = epoch

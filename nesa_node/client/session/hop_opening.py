@@ -79,46 +79,38 @@ class HopOpener:
         Silent nodes are given up early if `search` finds replacements. Raises
         `PeerUnreachableError`, `BusyError` and `RemoteError`.
         """
-        wanted = [(i, hop) for i, hop in enumerate(hops) if hop not in known]
-        opening = [
-            asyncio.create_task(
-                self.open_hop(
-                    hop, hops[i - 1] if i else None, addresses[hop.peer_id], epoch, timeout_s
-                )
+        opening = {
+            hop: asyncio.create_task(
+                self.open_hop(hop, before, addresses[hop.peer_id], epoch, timeout_s)
             )
-            for i, hop in wanted
-        ]
+            for before, hop in zip([None, *hops], hops, strict=False)
+            if hop not in known
+        }
         try:
-            silent = await self._wait_for_opens(
-                hops, {hop: task for (_, hop), task in zip(wanted, opening, strict=True)}, search
-            )
-            results = await asyncio.gather(*opening, return_exceptions=True)
+            silent = await self._wait_for_opens(hops, opening, search)
+            ended = await asyncio.gather(*opening.values(), return_exceptions=True)
         except asyncio.CancelledError:
             # Links that opened before the cancellation took effect.
-            for task in opening:
+            for task in opening.values():
                 task.cancel()
-            await asyncio.gather(*opening, return_exceptions=True)
-            ended = [task for task in opening if not task.cancelled() and not task.exception()]
-            await close_links([task.result() for task in ended])
+            ended = await asyncio.gather(*opening.values(), return_exceptions=True)
+            await close_links([link for link in ended if isinstance(link, HopLink)])
             raise
-        opened = {
-            hop: result
-            for (_, hop), result in zip(wanted, results, strict=True)
-            if isinstance(result, HopLink)
-        }
+        results = dict(zip(opening, ended, strict=True))
+        opened = {hop: link for hop, link in results.items() if isinstance(link, HopLink)}
         self.unreached_spans = tuple(
             hop.span
-            for (_, hop), result in zip(wanted, results, strict=True)
+            for hop, result in results.items()
             if isinstance(result, PeerUnreachableError | asyncio.CancelledError)
         )
-        failures = [result for result in results if isinstance(result, BaseException)]
+        failures = [result for result in ended if isinstance(result, BaseException)]
         if failures:
             await close_links(list(opened.values()))
             if silent is not None:
                 # The error that explains why the silent ones were cancelled.
                 failures.insert(0, silent)
             # They refer to the raised error, and its traceback to this frame.
-            del opening, results, silent
+            del opening, ended, results, silent
             raise failures.pop(0)
         return opened
 

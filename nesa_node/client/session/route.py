@@ -17,16 +17,13 @@ from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.session.base import PrefixStart
 from nesa_node.client.session.hop import LINK_TIMEOUT_S, OPEN_TIMEOUT_S, HopLink, LinkState
 from nesa_node.client.session.hop_opening import HopOpener, close_links
-from nesa_node.core.errors import (
-    PeerUnreachableError,
-    RemoteError,
-)
+from nesa_node.core.errors import PeerUnreachableError, RemoteError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger, session_name
 from nesa_node.core.wait_tracking import track_wait, untracked
 from nesa_node.routing.chains import Hop, find_gaps
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.protocol.messages import Downstream, Link, Prefix, Reorder, Rollback
+from nesa_node.swarm.protocol.messages import Link, Prefix, Reorder, Rollback
 
 log = get_logger(__name__)
 
@@ -82,9 +79,10 @@ class SessionRoute:
     ) -> None:
         """Keep live links outside `drop`, open missing hops, and link all of them.
 
-        Afterwards kept nodes hold `lengths[row]` tokens and those in `held` the tokens given there.
-        With `is_opening` nothing was sent yet, and all nodes hold `prefix_start.start`. If all have
-        to go back to an earlier start, `on_restart` is called first.
+        Afterwards kept nodes hold `lengths[row]` tokens, and those in `held_tokens` the tokens
+        given there. With `is_opening` nothing was sent yet, and all nodes hold
+        `prefix_start.start_lengths`. If all have to go back to an earlier start, `on_restart` is
+        called first.
 
         A node that has a successor is replaced by it. In a star, a new hop repeats its outputs only
         where `needs_output(hop)`. Suspected nodes are a last resort, and excluded if all links in
@@ -120,7 +118,8 @@ class SessionRoute:
                 )
                 fresh += opened.values()
                 links = [known.get(hop) or opened[hop] for hop in hops]
-                reached = [*held.values(), *map(self._reused_tokens, opened.values())]
+                reused = [self.prefix_start.held_tokens(link.opened) for link in opened.values()]
+                reached = [*held.values(), *reused]
                 sent = None if is_opening else lengths
                 if self.prefix_start.agree_on_start(reached, sent, all_new=not kept):
                     opened = known | opened
@@ -240,28 +239,22 @@ class SessionRoute:
     async def _open_successor(self, link: HopLink) -> HopLink | None:
         """See `OpenSuccessor`. Raises as `rebuild` does."""
         with untracked():
-            return await self._open_replacement(link)
-
-    async def _open_replacement(self, link: HopLink) -> HopLink | None:
-        at = self.links.index(link)
-        others = tuple(other.hop for other in self.links if other is not link)
-        hops, addresses = await self.selector.plan_hops(
-            others, frozenset({link.hop.peer_id, *self.successors.peers})
-        )
-        if len(hops) != len(self.links) or hops[at].span != link.hop.span:
-            return None
-        hop, before = hops[at], hops[at - 1] if at else None
-        return await self.opener.open_hop(
-            hop,
-            before,
-            addresses[hop.peer_id],
-            self.epoch,
-            OPEN_TIMEOUT_S,
-            donor=link.hop.peer_id,
-        )
-
-    def _reused_tokens(self, link: HopLink) -> tuple[int, ...]:
-        return self.prefix_start.held_tokens(link.opened)
+            at = self.links.index(link)
+            others = tuple(other.hop for other in self.links if other is not link)
+            hops, addresses = await self.selector.plan_hops(
+                others, frozenset({link.hop.peer_id, *self.successors.peers})
+            )
+            if len(hops) != len(self.links) or hops[at].span != link.hop.span:
+                return None
+            hop, before = hops[at], hops[at - 1] if at else None
+            return await self.opener.open_hop(
+                hop,
+                before,
+                addresses[hop.peer_id],
+                self.epoch,
+                OPEN_TIMEOUT_S,
+                donor=link.hop.peer_id,
+            )
 
     async def _link_hops(
         self,
@@ -283,7 +276,7 @@ class SessionRoute:
             message = Link(
                 epoch=self.epoch,
                 upstream=links[i - 1].hop.peer_id if chained and i else None,
-                downstream=_downstream_message(after),
+                downstream=None if after is None else after.as_downstream(),
                 lengths=held.get(link, everything),
                 emit_from=lacks,
             )
@@ -338,9 +331,3 @@ class SessionRoute:
         gone = list(links)
         self.links = [link for link in self.links if link not in gone]
         await close_links(gone, prefix)
-
-
-def _downstream_message(link: HopLink | None) -> Downstream | None:
-    if link is None:
-        return None
-    return Downstream(peer=link.hop.peer_id, blocks=(link.hop.span.start, link.hop.span.end))
