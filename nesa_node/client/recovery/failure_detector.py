@@ -1,13 +1,6 @@
 """Failure detection: probing of hops that owe an answer, and attribution of faults.
 
 The rules are in `Suspicion`; `docs/decisions/019` gives the reasons.
-
-Attribution of faults: which hop is replaced when a step does not come back.
-
-The client sees only the two ends of an exchange between neighbours in a chain: either may have lost
-the step, and either may lie. The downstream hop is replaced first. If the same upstream hop fails
-with its next neighbour as well, it is replaced too. A replaced node is avoided for a while only,
-since it may have been the honest one.
 """
 
 from __future__ import annotations
@@ -42,12 +35,13 @@ _SILENT_STATES = frozenset({HopState.SUSPECTED, HopState.LOST})
 
 
 class FailureDetector:
-    """Failure detector of one session. `search` looks for replacements of silent hops."""
+    """Failure detector of one session. `search` looks for replacements of silent hops, `suspicions`
+    counts suspicions by outcome.
+    """
 
     def __init__(
         self, search: ReplacementSearch, suspicions: Counter[SuspicionEvent] | None = None
     ) -> None:
-        """`suspicions` counts suspicions by outcome."""
         self.suspicion = Suspicion(time.monotonic, suspicions)
         self._search = search
 
@@ -119,9 +113,7 @@ class FailureDetector:
             self._search.stop()
 
     def _answer_pending(self, chain: Sequence[HopLink]) -> bool:
-        """Whether another late hop may still answer: a chain that includes a lost hop cannot be
-        repaired.
-        """
+        """Whether another late hop may still answer: a chain with a lost hop cannot be repaired."""
         waiting = (HopState.PROBED, HopState.SUSPECTED)
         return any(
             self.suspicion.state(link) in waiting
@@ -148,7 +140,13 @@ class FailureDetector:
 
 
 class FaultAttribution:
-    """Counter of failures between neighbours since the last completed step."""
+    """Decides which hop is replaced when a step does not come back.
+
+    The client sees only the two ends of an exchange between neighbours in a chain: either may have
+    lost the step, and either may lie. The downstream hop is replaced first. If the same upstream
+    hop fails with its next neighbour as well, before a step completes, it is replaced too. A
+    replaced node is avoided for a while only, since it may have been the honest one.
+    """
 
     def __init__(self) -> None:
         self._link_failures: Counter[PeerId] = Counter()
@@ -221,9 +219,7 @@ class FaultAttribution:
 def first_busy_link(
     links: Sequence[HopLink], pongs: Sequence[Pong | BaseException]
 ) -> HopLink | None:
-    """The first hop that reports itself busy, or None. Hops after one that is unreachable do not
-    count.
-    """
+    """The first hop that reports itself busy; hops after an unreachable one do not count."""
     for link, pong in zip(links, pongs, strict=True):
         if isinstance(pong, PeerUnreachableError):
             return None

@@ -1,9 +1,4 @@
-"""Retries of building a chain: pauses, time limits, and a limit on concurrent attempts.
-
-Limit on the sessions of one process that open at the same time, in order of arrival.
-
-Rebuilding of a session's chain, with retries until it succeeds or time runs out.
-"""
+"""Retries of building a chain: pauses, time limits, and a limit on concurrent attempts."""
 
 from __future__ import annotations
 
@@ -75,9 +70,7 @@ class RetryPolicy:
 
     @property
     def must_release_nodes(self) -> bool:
-        """Whether to release the remaining nodes: two sessions may each hold what the other one
-        needs.
-        """
+        """Whether to release the remaining nodes, which another waiting session may need."""
         since = self._busy_since
         return since is not None and self._clock() - since >= self._hold_s
 
@@ -114,10 +107,8 @@ MAX_CONCURRENT_OPENS = 8
 
 
 class OpenLimiter:
-    """Fair semaphore for opening sessions, so that busy nodes are not asked by all sessions at
-    once.
-
-    First come, first served. For one event loop.
+    """Fair semaphore for opening sessions, so that not all of them ask busy nodes at once. For one
+    event loop.
     """
 
     def __init__(self, max_concurrent: int = MAX_CONCURRENT_OPENS) -> None:
@@ -200,8 +191,7 @@ class ChainRebuilder:
         *,
         is_opening: bool = False,
     ) -> None:
-        """Rebuild until it succeeds, through errors of the types `retryable`, as long as `policy`
-        allows.
+        """Rebuild, again after errors of the types `retryable`, as long as `policy` allows.
 
         With `is_opening`, missing blocks are waited for only where a node is joining with them.
         Raises the last error, as `MissingBlocksError` or `BusyError` with the time waited.
@@ -246,7 +236,7 @@ class ChainRebuilder:
         return any(find_gaps(Span(start, end), joining) for start, end in error.missing)
 
     def _update_wait(self, wait: ActiveWait, error: Exception, policy: RetryPolicy) -> None:
-        nodes, busy = self._route.selector, self._route.opener.last_refusing_hop
+        selector, busy = self._route.selector, self._route.opener.last_refusing_hop
         left_s = policy.recovery_left_s
         if isinstance(error, BusyError) and busy is not None:
             wait.update(
@@ -254,17 +244,13 @@ class ChainRebuilder:
             )
         elif isinstance(error, MissingBlocksError):
             blocks = [Span(start, end) for start, end in error.missing]
-            joining = [node.peer_id for node in nodes.joining]
+            joining = [node.peer_id for node in selector.joining]
             what = "a node that is joining" if joining else "a node that serves what is missing"
             wait.update(what, blocks=blocks, peers=joining, remaining_s=left_s)
         else:
-            failed = sorted(nodes.suspected_peers)
-            wait.update(
-                "a node in place of one that failed",
-                blocks=self._missing_spans(),
-                peers=failed,
-                remaining_s=left_s,
-            )
+            what, failed = "a node in place of one that failed", sorted(selector.suspected_peers)
+            spans = self._missing_spans()
+            wait.update(what, blocks=spans, peers=failed, remaining_s=left_s)
 
     def _missing_spans(self) -> Sequence[Span]:
         """Blocks without a node; for a chain that never stood, those of the nodes not reached."""
@@ -277,9 +263,10 @@ class ChainRebuilder:
         if isinstance(last, BusyError):
             waited = f"waited {self._request.options.queue_timeout_s:g} s for room"
             return BusyError(f"{last}; {waited}", last.retry_after_s)
-        missing = [(span.start, span.end) for span in self._missing_spans()]
         if isinstance(last, MissingBlocksError):
             missing = list(last.missing)
+        else:
+            missing = [(span.start, span.end) for span in self._missing_spans()]
         ranges = ", ".join(f"{start}:{end}" for start, end in missing) or str(self._request.span)
         waited = f"waited {self._request.options.recovery_timeout_s:g} s"
         if hopeless:
@@ -291,10 +278,7 @@ class ChainRebuilder:
             )
         text = f"no node serves {blocks} ({waited}): start one with `nesa-node run`"
         if served := self._route.selector.served_models:
-            more = (
-                f" and {len(served) - MAX_NAMED_MODELS} more"
-                if len(served) > MAX_NAMED_MODELS
-                else ""
-            )
-            text += f"; the swarm serves {', '.join(served[:MAX_NAMED_MODELS])}{more}"
+            text += f"; the swarm serves {', '.join(served[:MAX_NAMED_MODELS])}"
+            if len(served) > MAX_NAMED_MODELS:
+                text += f" and {len(served) - MAX_NAMED_MODELS} more"
         return MissingBlocksError(missing, text)

@@ -5,11 +5,6 @@ answer times; `docs/decisions/019` gives the reasons.
 
 An output is late → its hops are probed → an answer is late as well → replacements are looked for →
 one answers and the hop does not → the hop is lost.
-
-Detection of stalled links between two nodes that both answer the client.
-
-Pure. Judges by the nodes' pongs: one node has begun to push a step, and the next node has not
-received it, is idle, and receives no bytes. `docs/decisions/023` gives the reasons.
 """
 
 from __future__ import annotations
@@ -223,7 +218,12 @@ class ProbeReport:
 
 
 class StallDetector:
-    """Stall detector for one session's chain. Times are those of its `Suspicion`."""
+    """Detects links of a chain that are stalled between two nodes that both answer the client.
+
+    Judges by their pongs: one node has begun to push a step, and the next node has not received it,
+    is idle, and receives no bytes. `docs/decisions/023` gives the reasons. Times are those of the
+    session's `Suspicion`.
+    """
 
     def __init__(self) -> None:
         self._last_arrival: dict[Hashable, tuple[int, float]] = {}
@@ -236,10 +236,9 @@ class StallDetector:
     def find_stall(
         self, chain: Sequence[tuple[Hashable, ProbeReport | None]], epoch: int, now: float
     ) -> tuple[int, float] | None:
-        """Find the first stalled link: the receiving node's index, and the stall's least duration
-        in seconds.
+        """The first stalled link: the receiving node's index, and its least duration in seconds.
 
-        None if no link is stalled. `chain` has the nodes in order, each with its last report.
+        `chain` has the nodes in order, each with its last report.
         """
         found: tuple[int, float] | None = None
         for place, ((_, before), (name, report)) in enumerate(pairwise(chain), 1):
@@ -261,9 +260,8 @@ class StallDetector:
 def _received_of_pushed(
     before: ProbeReport | None, report: ProbeReport | None, epoch: int
 ) -> int | None:
-    """Bytes received by a node that waits for a step which the node before has begun to push.
-
-    None if that is not so, or if either node does not report it.
+    """Bytes received by a node that waits for a step which the node before has begun to push, if
+    both report that.
     """
     if before is None or report is None:
         return None

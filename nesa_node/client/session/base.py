@@ -1,15 +1,4 @@
-"""Protocols of sessions and of connections that open them.
-
-Replacements of nodes in a running session.
-
-Prefix-cache keys of a session: salted digests of its prompts' pages.
-
-Nodes see only digests. Without the salt, which they never see, prompts cannot be guessed by trial.
-
-Start positions of a session's rows: tokens that nodes reuse from their prefix caches.
-
-No sender keeps outputs of reused tokens, so that a node which joins later and holds fewer of them
-cannot be filled by its neighbour: then all nodes go back to what that node holds.
+"""Protocols of sessions and of connections that open them; a session's keys of prefix caches.
 
 T packed tokens, D hidden.
 """
@@ -49,9 +38,10 @@ ComputeInputs = Callable[[Sequence[RowSlice]], Awaitable[torch.Tensor]]
 @dataclass(slots=True, kw_only=True)
 class SessionPrefix:
     """Prompt of a session: `tokens[row]` without padding; `final_tokens` is what rows hold at the
-    end.
+    end. If it is empty, nodes keep nothing for later sessions.
 
-    If it is empty, nodes keep nothing for later sessions.
+    Nodes see only digests of pages. Without the salt, which they never see, prompts cannot be
+    guessed by trial.
     """
 
     salt: bytes = field(repr=False)
@@ -64,7 +54,6 @@ class SessionPrefix:
         return _row_digests([tokens[:-1] for tokens in self.tokens], self.salt, model, precision)
 
     def final_digests(self, model: str, precision: str) -> Prefix:
-        """Digests of the pages that rows hold at the end."""
         return _row_digests(self.final_tokens, self.salt, model, precision)
 
 
@@ -102,7 +91,12 @@ def _keyed_hash(salt: bytes, data: bytes) -> bytes:
 
 
 class PrefixStart:
-    """Position from which each row's tokens are replayable. The client keeps all inputs."""
+    """Position from which each row's tokens are replayable: those before are in prefix caches.
+
+    The client keeps all inputs. No node keeps outputs of reused tokens, so that a node which joins
+    later and holds fewer of them cannot be filled by its neighbour: then all nodes go back to what
+    that node holds.
+    """
 
     def __init__(self, rows: int, prefix: Prefix = ()) -> None:
         self.start_lengths = [0] * rows

@@ -60,7 +60,6 @@ class SessionRoute:
 
     @property
     def session(self) -> bytes:
-        """Session id at a chain's nodes."""
         return self.opener.session
 
     @property

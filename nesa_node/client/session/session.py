@@ -55,9 +55,6 @@ MAX_FRUITLESS_ATTEMPTS = 20
 """Most attempts at a step that makes no progress, each over a newly linked chain."""
 REPLICATION_INTERVAL_S = 0.25
 """Seconds between updates of successors: newer tokens are computed again after a failover."""
-_FRUITLESS_MESSAGE = (
-    f"a step failed {MAX_FRUITLESS_ATTEMPTS} times although the chain could be linked each time"
-)
 
 
 class RemoteSession:
@@ -113,11 +110,6 @@ class RemoteSession:
         streams = len(self.hops) + 1 if self._request.is_chain else 2 * len(self.hops)
         via = self._pipeline.output_codecs
         return ("none",) * (streams - len(via)) + via
-
-    @property
-    def suspected_peers(self) -> frozenset[PeerId]:
-        """Nodes that have been silent for longer than usual."""
-        return self._route.search.silent_peers
 
     @property
     def failovers(self) -> tuple[Failover, ...]:
@@ -178,20 +170,29 @@ class RemoteSession:
                     log.info("chain_broken", reason=str(error))
                 fruitless = 0 if len(chunks) < left else fruitless + 1
                 if fruitless == MAX_FRUITLESS_ATTEMPTS:
-                    raise PeerUnreachableError(_FRUITLESS_MESSAGE) from error
+                    raise PeerUnreachableError(
+                        f"a step failed {fruitless} times although the chain could be linked each "
+                        "time"
+                    ) from error
                 await self._recover()
+        is_decode = len(hidden_TD) == len(rows)
+        self._finish_step(len(hidden_TD), time.perf_counter() - began, is_decode)
+        output_TD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output_TD.to(hidden_TD.dtype)
+
+    def _finish_step(self, tokens: int, step_s: float, is_decode: bool) -> None:
+        """Record a completed step, and start what it makes due in the background."""
         self._route.fault_attribution.reset()
         self._route.prefix_start.mark_caught_up()
-        self._refresh_successors()
-        if len(hidden_TD) == len(rows):
-            step_s = time.perf_counter() - began
+        now = time.monotonic()
+        if self._request.options.replicate_cache and now >= self._next_replication_at:
+            self._next_replication_at = now + REPLICATION_INTERVAL_S
+            self._route.refresh_successors()
+        if is_decode:
             self.metrics.step_s.observe(step_s)
             self._check_step_time(step_s)
         if self._trace.is_enabled:
-            phase = "decode" if len(hidden_TD) == len(rows) else "prefill"
-            self._trace.record_step(phase, len(hidden_TD), time.perf_counter() - began)
-        output_TD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return output_TD.to(hidden_TD.dtype)
+            self._trace.record_step("decode" if is_decode else "prefill", tokens, step_s)
 
     async def rollback(self, lengths: Sequence[int]) -> None:
         """See `BlockSession.rollback`."""
@@ -228,7 +229,6 @@ class RemoteSession:
         self._open_limiter.notify_released()
 
     def _log_context(self) -> AbstractContextManager[None]:
-        """Log context with this session's name."""
         return bind_session(self._route.session)
 
     def _log_chain(self, event: str) -> None:
@@ -298,21 +298,13 @@ class RemoteSession:
             if link.hop.peer_id in leave:
                 link.change_state(LinkState.TOO_SLOW)
 
-    def _refresh_successors(self) -> None:
-        """Update successors, if the session has them."""
-        now = time.monotonic()
-        if self._request.options.replicate_cache and now >= self._next_replication_at:
-            self._next_replication_at = now + REPLICATION_INTERVAL_S
-            self._route.refresh_successors()
-
     async def _replace_leavers(self) -> None:
         """Replace nodes that leave or are too slow, if possible; tried at most once a second."""
         links = self._route.links
         leavers = [link for link in links if link.state is LinkState.LEAVING]
         reason: FailoverReason = "left" if leavers else "slow"
         leavers = leavers or [link for link in links if link.state is LinkState.TOO_SLOW]
-        leaving = frozenset(link.hop.peer_id for link in leavers)
-        if not leaving or time.monotonic() < self._next_leaver_check_at:
+        if not leavers or time.monotonic() < self._next_leaver_check_at:
             return
         if any(link.is_lost for link in links):
             # A rebuild drops lost links even if it fails, and a step must not run over the
@@ -323,18 +315,13 @@ class RemoteSession:
             if under_way:
                 # They serve until successors hold their cache.
                 return
-        began = time.monotonic()
-        self._next_leaver_check_at = began + 1.0
+        self._next_leaver_check_at = time.monotonic() + 1.0
         with self._log_context(), self._trace.phase("move off"):
-            await self._move_off(leavers, leaving, began, reason)
+            await self._move_off(leavers, reason)
 
-    async def _move_off(
-        self,
-        leavers: Sequence[HopLink],
-        leaving: frozenset[PeerId],
-        began: float,
-        reason: FailoverReason,
-    ) -> None:
+    async def _move_off(self, leavers: Sequence[HopLink], reason: FailoverReason) -> None:
+        began = time.monotonic()
+        leaving = frozenset(link.hop.peer_id for link in leavers)
         try:
             await self._replay.rebuild(self._lengths, drop=leaving)
             self._record_failover(leaving, began)

@@ -3,8 +3,6 @@
 In a chain, steps enter at the first hop and their outputs leave the last. In a star each hop is a
 stage of its own: while one step is at the second hop, the next is at the first.
 
-Split of a long step into chunks, so that all hops of a chain compute at the same time.
-
 T packed tokens, D hidden.
 """
 
@@ -99,6 +97,7 @@ class StepPipeline:
         *,
         rng: random.Random,
     ) -> None:
+        self.suspicion = route.detector.suspicion
         self._route = route
         self._request = request
         self._changed = changed
@@ -108,10 +107,6 @@ class StepPipeline:
         self.output_codecs: tuple[str, ...] = ()
         """Codecs of the last output on its way, stream by stream; empty if uncompressed throughout.
         """
-
-    @property
-    def suspicion(self) -> Suspicion:
-        return self._route.detector.suspicion
 
     async def send_step(self, link: HopLink, kept: SentStep) -> None:
         """Send one step. Raises `PeerUnreachableError`."""
@@ -163,24 +158,21 @@ class StepPipeline:
     async def _forward_outputs(
         self, stages: Sequence[PipelineStage], on_output: Callable[[SentStep, torch.Tensor], None]
     ) -> int:
-        """Pass outputs to the next stage, or of the last stage to `on_output`; return the number of
-        the latter.
-        """
+        """Pass outputs to the next stage or to `on_output`; return the number of the latter."""
         through = 0
         for stage in reversed(stages):
             while (came := self._pop_output(stage)) is not None:
                 kept, output_TD, self.output_codecs = came
-                if stage.next_stage is None:
+                following = stage.next_stage
+                if following is None:
                     on_output(kept, output_TD)
                     through += 1
-                else:
-                    meta, payload = stage.next_stage.entry.wire.encode(
-                        HiddenStates.from_tensor(output_TD)
-                    )
-                    step = SentStep(
-                        kept.step, kept.rows, kept.want, meta, payload, self.output_codecs
-                    )
-                    await self._submit(stage.next_stage, step)
+                    continue
+                meta, payload = following.entry.wire.encode(HiddenStates.from_tensor(output_TD))
+                await self._submit(
+                    following,
+                    SentStep(kept.step, kept.rows, kept.want, meta, payload, self.output_codecs),
+                )
         return through
 
     async def _submit(self, stage: PipelineStage, kept: SentStep) -> None:
@@ -226,8 +218,8 @@ class StepPipeline:
     ) -> tuple[SentStep, torch.Tensor, tuple[str, ...]] | None:
         """Remove the oldest step in flight once its output is here; return both and the codecs.
 
-        None if it has not arrived. Raises `ChainBrokenError` for an output that differs from the
-        request in order, shape, dtype or quality.
+        Raises `ChainBrokenError` for an output that differs from the request in order, shape, dtype
+        or quality.
         """
         link = stage.exit
         if not link.outputs or not stage.in_flight:
@@ -237,10 +229,8 @@ class StepPipeline:
         shape = self._output_shape(stage.to_send(kept))
         if (output.epoch, output.step) != (self._route.epoch, kept.step):
             raise self._fail_link(link, "an output out of order")
-        if output.rows != kept.rows or (output.tensor.dtype, output.tensor.shape) != (
-            self._request.dtype,
-            shape,
-        ):
+        received = output.rows, output.tensor.dtype, output.tensor.shape
+        if received != (kept.rows, self._request.dtype, shape):
             raise self._fail_link(link, "an output of another shape", "wrong")
         try:
             check_codec_allowed(self._request.options.quality, output.tensor)
@@ -277,9 +267,13 @@ class StepPipeline:
     async def _check_stage(self, stage: PipelineStage) -> None:
         """Check an overdue stage. Raises `ChainBrokenError` if a hop is lost or holds up a step."""
         if self.suspicion.now >= stage.deadline:
-            pongs = await self._ping_hops(stage)
+            nonce = self._rng.getrandbits(32)
+            asked = (link.ping(nonce) for link in stage.links)
+            pongs = await asyncio.gather(*asked, return_exceptions=True)
+            self._raise_if_broken()
             stage.busy_timeouts_left -= 1
-            self._attribute_fault(stage, pongs)
+            if not stage.exit.outputs:
+                self._attribute_fault(stage, pongs)
             stage.deadline = self.suspicion.now + self._step_timeout_s
         await self._probe_hops(stage)
 
@@ -316,28 +310,14 @@ class StepPipeline:
             raise ChainBrokenError(what)
         return True
 
-    async def _ping_hops(self, stage: PipelineStage) -> Sequence[Pong | BaseException]:
-        """Pings of the stage's hops, in order. Raises if one of the links is lost."""
-        nonce = self._rng.getrandbits(32)
-        asked = (link.ping(nonce) for link in stage.links)
-        pongs = await asyncio.gather(*asked, return_exceptions=True)
-        self._raise_if_broken()
-        return pongs
-
     def _attribute_fault(self, stage: PipelineStage, pongs: Sequence[Pong | BaseException]) -> None:
         """Return if a hop is still busy with the overdue step, else fail a hop and raise."""
-        if stage.exit.outputs:
-            return
-        links = stage.links
-        at_it = first_busy_link(links, pongs)
-        if at_it is None:
-            raise ChainBrokenError(
-                self._route.fault_attribution.fail_overdue_hop(
-                    links, pongs, stage.in_flight[0].step
-                )
-            )
+        busy = first_busy_link(stage.links, pongs)
+        if busy is None:
+            attribution, step = self._route.fault_attribution, stage.in_flight[0].step
+            raise ChainBrokenError(attribution.fail_overdue_hop(stage.links, pongs, step))
         if stage.busy_timeouts_left <= 0:
-            raise self._fail_link(at_it, f"nothing for {MAX_BUSY_TIMEOUTS} step timeouts")
+            raise self._fail_link(busy, f"nothing for {MAX_BUSY_TIMEOUTS} step timeouts")
 
     def _fail_link(
         self, link: HopLink, reason: str, fault: FailureKind = "lost"

@@ -1,12 +1,8 @@
-"""Traces and metrics of sessions.
-
-Metrics of the sessions of one connection.
-
-Detection of sessions with steps slower than expected.
-"""
+"""Traces and metrics of sessions, and detection of steps that are slower than expected."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter, deque
@@ -70,10 +66,10 @@ class SessionTrace:
         self._tokens += tokens
         self._busy_s += seconds
 
-    def end(self, hops: int, error: str | None = None) -> None:
+    def end(self, hops: int) -> None:
         self._end_phase()
         self._span.set_attributes({"nesa.hops": hops})
-        self._span.end(error=error)
+        self._span.end()
 
     def _start_phase(self, name: str, began_at: float | None) -> TraceSpan:
         self._phase_count += 1
@@ -134,22 +130,21 @@ MAX_CHECK_PAUSE_S = 1800.0
 
 
 class SlowdownDetector:
-    """Compares decode steps with the plan's expectation and with the best median so far.
-
-    `clock` returns monotonic seconds.
+    """Compares decode steps with the plan's expectation and with the best median so far. `clock` is
+    in monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._expected_s: float | None = None
-        self._best_s: float | None = None
+        self._expected_s = self._best_s = math.inf
         self._steps_s: deque[float] = deque(maxlen=MEDIAN_STEPS)
         self._not_before = 0.0
         self._pause_s = FIRST_CHECK_PAUSE_S
 
     def start_chain(self, expected_s: float | None) -> None:
         """Start over with a new chain. Its steps should take `expected_s`, if known."""
-        self._expected_s, self._best_s = expected_s, None
+        self._expected_s = math.inf if expected_s is None else expected_s
+        self._best_s = math.inf
         self._steps_s.clear()
         self._not_before = self._clock() + FIRST_CHECK_PAUSE_S / 2
 
@@ -157,8 +152,7 @@ class SlowdownDetector:
         """Add the seconds of one decode step."""
         self._steps_s.append(step_s)
         if len(self._steps_s) == MEDIAN_STEPS:
-            median_s = statistics.median(self._steps_s)
-            self._best_s = median_s if self._best_s is None else min(self._best_s, median_s)
+            self._best_s = min(self._best_s, self.step_s)
 
     @property
     def step_s(self) -> float:
@@ -169,9 +163,7 @@ class SlowdownDetector:
         """Whether to search for a better chain now; after True, False for a pause."""
         if len(self._steps_s) < MEDIAN_STEPS or self._clock() < self._not_before:
             return False
-        median_s = statistics.median(self._steps_s)
-        known_s = [s for s in (self._expected_s, self._best_s) if s is not None]
-        if median_s <= SLOWDOWN_FACTOR * min(known_s) + SLACK_S:
+        if self.step_s <= SLOWDOWN_FACTOR * min(self._expected_s, self._best_s) + SLACK_S:
             return False
         self._not_before = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, MAX_CHECK_PAUSE_S)

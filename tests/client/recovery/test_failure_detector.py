@@ -44,7 +44,7 @@ async def test_node_silent_at_a_rollback_is_replaced_as_one_silent_at_a_step(
         await session.rollback([2])
         assert silent not in route.scripted
         assert session.recoveries == 1
-        assert session.suspected_peers == frozenset()
+        assert route.search.silent_peers == frozenset()
         assert session.metrics.suspicions == Counter(raised=1, confirmed=1)
 
 
