@@ -62,7 +62,7 @@ def test_step_takes_ids_without_a_batch_dimension(pair: Pair) -> None:
 def test_step_takes_hidden_states_and_returns_the_last_blocks_output(pair: Pair) -> None:
     model, _ = pair
     ids = random_ids(2, 6)
-    ends = model._ends
+    ends = model.ends
     hidden_BLD = torch.stack([ends.embedder(row, 0) for row in ids])
     with model.inference_session(max_length=8, batch_size=2) as session:
         output_BLD = session.step(hidden_BLD)

@@ -76,12 +76,7 @@ RATE_WINDOW_S = 5
 class RunningSession:
     """State of one open session, updated by the thread that runs it at each token."""
 
-    def __init__(
-        self,
-        model_id: ModelId,
-        prompt_tokens: int,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, model_id: ModelId, prompt_tokens: int, clock: Callable[[], float]) -> None:
         self.id = secrets.token_hex(8)
         self.waits = WaitTracker(outer=current_tracker())
         self._model_id = model_id
@@ -162,9 +157,7 @@ class ActivityTracker:
 
     @contextmanager
     def track_session(self, model_id: ModelId, *, prompt_tokens: int) -> Iterator[RunningSession]:
-        """Register a session until the block ends. Waits inside the block are recorded as the
-        session's.
-        """
+        """Register a session until the block ends; waits inside are recorded as the session's."""
         running = RunningSession(model_id, prompt_tokens, self._clock)
         with self._guard:
             self._running[running.id] = running
@@ -178,19 +171,17 @@ class ActivityTracker:
                 self._ended.append(replace(running.activity(), ended_at=time.time()))
 
     def sessions(self) -> Sequence[SessionActivity]:
-        """See `Activity.sessions`."""
         with self._guard:
             running = list(self._running.values())
         return [one.activity() for one in running]
 
     def ended_sessions(self) -> Sequence[SessionActivity]:
-        """See `Activity.ended_sessions`."""
         with self._guard:
             return tuple(self._ended)
 
     def failovers(self) -> Sequence[SessionFailover]:
-        """See `Activity.failovers`."""
         with self._guard:
-            running, past = list(self._running.values()), list(self._ended_failovers)
-        found = past + [failover for one in running for failover in one.failovers()]
+            running, found = list(self._running.values()), list(self._ended_failovers)
+        for one in running:
+            found += one.failovers()
         return sorted(found, key=lambda failover: failover.at)[-MAX_FAILOVERS:]

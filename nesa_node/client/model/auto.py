@@ -1,12 +1,9 @@
-"""Construction of a distributed model: config, embedding and head, blocks kept by the client.
-
-Opening of a distributed model and its tokenizer by a `ClientConfig`.
-"""
+"""Construction of a distributed model: config, embedding and head, blocks kept by the client."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -120,9 +117,9 @@ class AutoDistributedModelForCausalLM:
             strategy=strategy,
             decisions_path=default_decisions_path(),
         )
-        return build_connected_model(
+        return build_model(
             checkpoint,
-            options,
+            connect_by(checkpoint, options, resolved),
             dtype=resolved,
             device=device,
             client_blocks=client_blocks,
@@ -130,30 +127,15 @@ class AutoDistributedModelForCausalLM:
         )
 
 
-def build_connected_model(
-    checkpoint: Checkpoint,
-    options: ConnectionOptions,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    client_blocks: tuple[int, int] = (0, 0),
-    prefix_salt: bytes | None = None,
-) -> DistributedModelForCausalLM:
-    """Make a model over `checkpoint` that joins the swarm by `options` with its first session."""
+def connect_by(checkpoint: Checkpoint, options: ConnectionOptions, dtype: torch.dtype) -> Connect:
+    """Join the swarm that serves `checkpoint` by `options`; hidden states are sent in `dtype`."""
 
     def connect() -> AbstractAsyncContextManager[SwarmConnection]:
         from nesa_node.client.session.connection import open_connection
 
         return open_connection(checkpoint, options, dtype)
 
-    return build_model(
-        checkpoint,
-        connect,
-        dtype=dtype,
-        device=device,
-        client_blocks=client_blocks,
-        prefix_salt=prefix_salt,
-    )
+    return connect
 
 
 def build_model(
@@ -171,25 +153,21 @@ def build_model(
     place = choose_device(device)
     with track_wait("embedding and head to be loaded"):
         embedder, head = load_embedder_and_head(checkpoint, dtype=resolved, device=place)
-    hidden_size = checkpoint.config.hidden_size
     ends = EmbeddingAndHead(
         embedder,
         HeadBatcher(head, embedder.embed_rows),
         head.apply_final_norm,
         resolved,
         place,
-        hidden_size,
+        checkpoint.config.hidden_size,
         head.lm_head,
     )
-
     local: LocalConnection | None = None
-    if len(first) or len(last):
-        own = [span for span in (first, last) if len(span)]
+    if own := [span for span in (first, last) if len(span)]:
         with track_wait("weights to be loaded", blocks=own):
             local = LocalConnection(
                 [load_blocks(checkpoint, span, dtype=resolved, device=place) for span in own]
             )
-    on_close: Callable[[], None] = (lambda: None) if local is None else local.close
     return DistributedModelForCausalLM(
         checkpoint.config,
         load_generation_config(checkpoint),
@@ -199,7 +177,7 @@ def build_model(
         name=checkpoint.name,
         context_length=checkpoint.context_length,
         prefix_salt=prefix_salt,
-        on_close=on_close,
+        on_close=local.close if local is not None else lambda: None,
     )
 
 
@@ -268,9 +246,9 @@ def open_model(
     folder = checkpoint.fetch_side_files()
     with track_wait("the tokenizer to be loaded"):
         tokenizer = load(folder)
-    model = build_connected_model(
+    model = build_model(
         checkpoint,
-        ConnectionOptions.from_settings(config),
+        connect_by(checkpoint, ConnectionOptions.from_settings(config), dtype),
         dtype=dtype,
         device=device,
         prefix_salt=choose_prefix_salt(config.reuse_prefix, None),

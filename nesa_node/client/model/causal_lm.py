@@ -91,7 +91,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         self.context_length = context_length
         """Upper bound of a row's tokens by the model's config; a route may allow fewer."""
         self.training = False
-        self._ends = ends
+        self.ends = ends
         self._connect = connect
         self._layers = layers
         self._prefix_salt = prefix_salt
@@ -117,25 +117,19 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             f"{self.name_or_path}, {self.num_blocks} blocks: {', '.join(spans)}",
             f"ends: embedding and head here, {str(self.dtype).removeprefix('torch.')} on "
             f"{self.device}",
-            *self._describe_chains(),
+            *(_describe_session(session) for session in list(self._sessions) if not session.closed),
             state,
         )
         told = "".join(f"\n  {line}" for line in lines if line)
         return f"{type(self).__name__}({told}\n)"
 
-    def _describe_chains(self) -> Iterable[str]:
-        for session in list(self._sessions):
-            if not session.closed:
-                hops = " → ".join(f"…{hop.peer_id[-6:]} {hop.span}" for hop in session.hops)
-                yield f"open session of {session.max_length} tokens: {hops}"
-
     def get_input_embeddings(self) -> torch.nn.Module:
         """Embedding module in this process. Read-only."""
-        return self._ends.embedder.token_embedding
+        return self.ends.embedder.token_embedding
 
     def get_output_embeddings(self) -> torch.nn.Module:
         """Matrix of the head in this process. Read-only."""
-        return self._ends.lm_head
+        return self.ends.lm_head
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -163,16 +157,11 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
     @property
     def device(self) -> torch.device:
         """Device of embedding, head and results."""
-        return self._ends.device
+        return self.ends.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._ends.dtype
-
-    @property
-    def ends(self) -> EmbeddingAndHead:
-        """Embedding and head, which run in this process."""
-        return self._ends
+        return self.ends.dtype
 
     @property
     def num_blocks(self) -> int:
@@ -217,7 +206,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         prefix = self._session_prefix(prompt, batch_size, prefix_scope)
         context = open_layers(layers, rows=batch_size, max_tokens=max_length, prefix=prefix)
         held = self._loop.hold(context, interrupt=interrupt)
-        session = InferenceSession(self._ends, self._loop, held, prefix, interrupt)
+        session = InferenceSession(self.ends, self._loop, held, prefix, interrupt)
         self._sessions.add(session)
         return session
 
@@ -327,7 +316,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         batch = cache.add_columns(input_ids.to(self.device), attention_mask, logits_to_keep)
         want = batch.choose_want(logits_to_keep)
         hidden_TD = session.feed(batch.row_ids, want)
-        return batch.logits(hidden_TD, want, logits_to_keep, self._ends.head)
+        return batch.logits(hidden_TD, want, logits_to_keep, self.ends.head)
 
     def _forward_with_hidden_states(
         self,
@@ -337,7 +326,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         wanted: Collection[int],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """Logits, and hidden states by index with None for those not in `wanted`."""
-        ends, last = self._ends, self.num_blocks
+        ends, last = self.ends, self.num_blocks
         rows, columns = input_ids.shape
         if not input_ids.numel():
             raise ValueError(f"input_ids of shape {rows, columns} hold no tokens")
@@ -382,7 +371,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             raise ValueError(f"the session has {rows} rows, the prompt has {len(tokens)}")
         if self._prefix_salt is None:
             return None
-        ends = self._ends
+        ends = self.ends
 
         async def inputs(slices: Sequence[RowSlice]) -> torch.Tensor:
             ids = [tokens[part.row][part.position :][: part.count] for part in slices]
@@ -417,6 +406,11 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
     def _live_connection(self) -> SwarmConnection | None:
         held = self._connection
         return held.value if held is not None and held.is_alive and not held.value.is_lost else None
+
+
+def _describe_session(session: InferenceSession) -> str:
+    hops = " → ".join(f"…{hop.peer_id[-6:]} {hop.span}" for hop in session.hops)
+    return f"open session of {session.max_length} tokens: {hops}"
 
 
 def _close(loop: LoopThread, on_close: Callable[[], None]) -> None:

@@ -1,7 +1,5 @@
 """transformers' `generate` over sessions of a swarm.
 
-Cache object for transformers' `past_key_values`: column counts here, keys and values on nodes.
-
 B rows, L columns, C all columns, V vocabulary.
 """
 
@@ -26,7 +24,8 @@ from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 
 
 class SessionCache:
-    """Columns of a padded batch that went through one session, padding included.
+    """transformers' `past_key_values`: columns of a padded batch, padding included, that went
+    through one session. Keys and values are on nodes.
 
     With `match_prefix` the first batch is a text from its beginning: tokens that the session
     already holds are not sent again unless their logits are wanted, and what it holds beyond the
@@ -149,7 +148,8 @@ class DistributedGenerationMixin(GenerationMixin):
     """
 
     context_length: int
-    _ends: EmbeddingAndHead
+    ends: EmbeddingAndHead
+    """Embedding and head, which run in this process."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Logits, and hidden states if requested."""
@@ -192,7 +192,7 @@ class DistributedGenerationMixin(GenerationMixin):
             raise UnsupportedFeatureError(
                 "the nodes hold the cache: leave out cache_implementation"
             )
-        if session is not None and session.ends is not self._ends:
+        if session is not None and session.ends is not self.ends:
             raise ValueError("the session was opened by another model")
         cache = SessionCache(session, match_prefix=True)
         try:
@@ -253,7 +253,7 @@ class DistributedGenerationMixin(GenerationMixin):
                 **model_kwargs,
             )
         cache: SessionCache = model_kwargs["past_key_values"]
-        prompt = cache.add_columns(input_ids.to(self._ends.device), mask_BL, logits_to_keep=1)
+        prompt = cache.add_columns(input_ids.to(self.ends.device), mask_BL, logits_to_keep=1)
         tokens = []
         # Greedy tokens are chosen on the event loop, without this thread between two of them.
         with closing(

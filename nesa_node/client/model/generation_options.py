@@ -1,7 +1,5 @@
 """Checks of options of `generate` and `forward`: unsupported ones, and plain greedy search.
 
-Stop condition of greedy decoding, where it depends on token ids and lengths only.
-
 V vocabulary.
 """
 
@@ -111,8 +109,8 @@ def refuse_generation_options(config: GenerationConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StopCondition:
-    """Stop after `max_tokens` tokens, or at one of `stop_ids`, which are banned from the first
-    `min_tokens` tokens.
+    """Stop condition of greedy decoding: after `max_tokens` tokens, or at one of `stop_ids`, which
+    are banned from the first `min_tokens` tokens.
     """
 
     max_tokens: int

@@ -52,7 +52,8 @@ class InferenceSession:
         interrupt: Interrupt | None = None,
     ) -> None:
         """`prefix` is that of the open session: rows may already hold some of its tokens."""
-        self._ends = ends
+        self.ends = ends
+        """Embedding and head of the model that opened the session."""
         self._loop = loop
         self._held_context = held
         self._blocks = held.value
@@ -62,7 +63,7 @@ class InferenceSession:
             list(prefix.tokens[row][:length]) if prefix is not None else []
             for row, length in enumerate(self._blocks.lengths)
         ]
-        self._closed = False
+        self.closed = False
         self.tokens_sent = 0
         """Tokens sent through the blocks so far, all rows together."""
 
@@ -105,15 +106,6 @@ class InferenceSession:
         """The last replacements of nodes; readable from any thread."""
         return self._blocks.failovers
 
-    @property
-    def ends(self) -> EmbeddingAndHead:
-        """Embedding and head of the model that opened the session."""
-        return self._ends
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     @torch.no_grad()
     def step(
         self, inputs: torch.Tensor, attention_mask: torch.Tensor | None = None
@@ -129,9 +121,9 @@ class InferenceSession:
             return self._step_hidden(inputs, attention_mask)
         ids_BL = inputs.unsqueeze(0) if inputs.ndim == 1 else inputs
         self.check_batch(ids_BL)
-        batch = pack(ids_BL.to(self._ends.device), attention_mask)
+        batch = pack(ids_BL.to(self.ends.device), attention_mask)
         hidden_TD = self.feed(batch.row_ids)
-        return batch.logits(hidden_TD, "all", 0, self._ends.head)
+        return batch.logits(hidden_TD, "all", 0, self.ends.head)
 
     def feed(self, row_ids: Sequence[torch.Tensor], want: Want = "all") -> torch.Tensor:
         """Append each row's ids [L] (int64, may be empty); return hidden [T, D] after the blocks.
@@ -141,7 +133,7 @@ class InferenceSession:
         new_tokens = [ids_L.tolist() for ids_L in row_ids]
         twins = self._first_equal_rows(new_tokens)
         firsts = [ids_L if twins[row] == row else ids_L[:0] for row, ids_L in enumerate(row_ids)]
-        hidden_TD = self._ends.embed(firsts, self.lengths)
+        hidden_TD = self.ends.embed(firsts, self.lengths)
         sent = [tokens if twins[row] == row else [] for row, tokens in enumerate(new_tokens)]
         result_TD = self._run_step(hidden_TD, sent, want)
         if all(twin == row for row, twin in enumerate(twins)):
@@ -163,7 +155,7 @@ class InferenceSession:
         self._check_open()
         self._check_capacity([RowSlice(0, self.position, len(ids_L) + stop.max_tokens - 1)])
         held = self.position + len(ids_L) - 1
-        hidden_LD = self._ends.embed([ids_L], self.lengths)
+        hidden_LD = self.ends.embed([ids_L], self.lengths)
 
         def work(telling: LoopChannel[int]) -> Coroutine[Any, Any, None]:
             return self._decode_greedy(hidden_LD, ids_L.tolist(), stop, telling)
@@ -195,7 +187,7 @@ class InferenceSession:
             self._tokens[0].extend(new_tokens)
             self.tokens_sent += len(new_tokens)
             place = self.position if number + 1 < stop.max_tokens else None
-            chosen = await self._ends.head.choose_next(output_1D, place, stop.banned_ids(number))
+            chosen = await self.ends.head.choose_next(output_1D, place, stop.banned_ids(number))
             # Deferred until other sessions' steps are sent: waking the reading thread would delay
             # them.
             loop.call_soon(channel.send, chosen.token)
@@ -245,7 +237,7 @@ class InferenceSession:
 
     def close(self) -> None:
         """Release the caches on every hop, which keeps pages for later sessions. Idempotent."""
-        if self._prefix is not None and not self._closed:
+        if self._prefix is not None and not self.closed:
             self._prefix.final_tokens[:] = self._tokens
         self._release()
 
@@ -283,9 +275,8 @@ class InferenceSession:
             ]
         )
         unknown = [[UNKNOWN_TOKEN] * len(columns_L) for columns_L in batch.row_ids]
-        return batch.logits(
-            self._run_step(hidden_TD, unknown, "all"), "all", 0, lambda hidden: hidden
-        )
+        output_TD = self._run_step(hidden_TD, unknown, "all")
+        return batch.logits(output_TD, "all", 0, lambda hidden: hidden)
 
     def _run_step(
         self, hidden_TD: torch.Tensor, new_tokens: Sequence[Sequence[int]], want: Want
@@ -303,11 +294,11 @@ class InferenceSession:
         for part in slices:
             self._tokens[part.row].extend(new_tokens[part.row])
             self.tokens_sent += part.count
-        return result.to(self._ends.device)
+        return result.to(self.ends.device)
 
     def _release(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._held_context.release()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -327,7 +318,7 @@ class InferenceSession:
                 )
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise ValueError("the session is closed: open a new one with model.inference_session()")
 
 

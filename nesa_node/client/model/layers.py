@@ -1,12 +1,4 @@
-"""Sessions made of several sessions over consecutive spans, in the client or the swarm.
-
-Hidden states between blocks, computed by one short session per part of the model.
-
-Nodes send only what the last block of a session returns, but a session may cover any part of a
-node's span. Each part that ends at a wanted hidden state has a session of its own, closed before
-the next one opens: a session never holds cache while another waits for it.
-
-Packing of padded batches into tokens to send, and unpacking of the results.
+"""Sessions over consecutive spans, hidden states between blocks, packing of padded batches.
 
 T packed tokens, D hidden, B rows, L columns of new tokens, K kept columns, V vocabulary.
 """
@@ -33,25 +25,21 @@ from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
 
 
-class LayeredSession(BlockSession):
-    """Session over `layers`, which steps pass in order. Layers have equal lengths between steps."""
+class LayeredSession:
+    """`BlockSession` over `layers`, which steps pass in order. Layers have equal lengths between
+    steps.
+    """
 
     def __init__(self, layers: Sequence[BlockSession]) -> None:
         if not layers:
             raise ValueError("a session needs at least one layer")
         self._layers = tuple(layers)
-
-    @property
-    def rows(self) -> int:
-        return self._layers[0].rows
+        self.rows = layers[0].rows
+        self.max_tokens = min(layer.max_tokens for layer in layers)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return self._layers[0].lengths
-
-    @property
-    def max_tokens(self) -> int:
-        return min(layer.max_tokens for layer in self._layers)
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -157,6 +145,10 @@ async def run_block_outputs(
 ) -> dict[int, torch.Tensor]:
     """Run whole texts through `layers`; return the `wanted` hidden states by index.
 
+    Nodes send only what the last block of a session returns, but a session may cover any part of a
+    node's span. Each part that ends at a wanted hidden state has a session of its own, closed
+    before the next one opens: a session never holds cache while another waits for it.
+
     `wanted` are indices as in `selected_indices`. The last block's output and index 0 are always
     among the results, each [T, D] in the dtype of `hidden_TD`. `slices` begin at position 0. Raises
     what `SwarmConnection.open_session` and `BlockSession.step` raise.
@@ -184,9 +176,7 @@ def _split_at_wanted(
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Padded batch, of which rows are sent without padding. `sent_BL=None` means that all columns
-    are sent.
-    """
+    """Padded batch, of which rows are sent without padding; `sent_BL=None`: all columns are."""
 
     row_ids: Sequence[torch.Tensor]
     sent_BL: torch.Tensor | None
@@ -211,35 +201,25 @@ class PackedBatch:
         `hidden_TD` is the output of a step with `want`. `logits_to_keep` is as in transformers'
         `forward`: the number of last columns, 0 for all, or a tensor of column indices.
         """
-        logits_BKV = self._unpack(hidden_TD, want, logits_to_keep, head)
-        # Blocks and head run in inference mode; callers may modify the result in place.
-        return logits_BKV.clone() if logits_BKV.is_inference() else logits_BKV
-
-    def _unpack(
-        self,
-        hidden_TD: torch.Tensor,
-        want: Want,
-        logits_to_keep: int | torch.Tensor,
-        head: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        rows = len(self.row_ids)
-        if want == "last":
-            return head(hidden_TD).unsqueeze(1)
         kept = (
             logits_to_keep
             if isinstance(logits_to_keep, torch.Tensor)
             else slice(-logits_to_keep if logits_to_keep else None, None)
         )
-        if self.sent_BL is None:
-            hidden_BKD = hidden_TD.view(rows, self.columns, -1)[:, kept]
+        if want == "last":
+            logits_BKV = head(hidden_TD).unsqueeze(1)
+        elif self.sent_BL is None:
+            hidden_BKD = hidden_TD.view(len(self.row_ids), self.columns, -1)[:, kept]
             logits_TV = head(hidden_BKD.flatten(0, 1))
-            return logits_TV.view(rows, hidden_BKD.shape[1], logits_TV.shape[-1])
-        index_BL = self.sent_BL.flatten().cumsum(0).view_as(self.sent_BL) - 1
-        sent_BK = self.sent_BL[:, kept]
-        logits_TV = head(hidden_TD[index_BL[:, kept][sent_BK].to(hidden_TD.device)])
-        logits_BKV = logits_TV.new_zeros((*sent_BK.shape, logits_TV.shape[-1]))
-        logits_BKV[sent_BK.to(logits_BKV.device)] = logits_TV
-        return logits_BKV
+            logits_BKV = logits_TV.view(*hidden_BKD.shape[:2], logits_TV.shape[-1])
+        else:
+            index_BL = self.sent_BL.flatten().cumsum(0).view_as(self.sent_BL) - 1
+            sent_BK = self.sent_BL[:, kept]
+            logits_TV = head(hidden_TD[index_BL[:, kept][sent_BK].to(hidden_TD.device)])
+            logits_BKV = logits_TV.new_zeros((*sent_BK.shape, logits_TV.shape[-1]))
+            logits_BKV[sent_BK.to(logits_BKV.device)] = logits_TV
+        # Blocks and head run in inference mode; callers may modify the result in place.
+        return logits_BKV.clone() if logits_BKV.is_inference() else logits_BKV
 
 
 def pack(

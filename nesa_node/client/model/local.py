@@ -34,8 +34,11 @@ CLIENT_PEER = PeerId("client")
 """Peer id of this process in `hops`."""
 
 
-class LocalSession(BlockSession):
-    """KV caches of `rows` sequences in consecutive spans of blocks of this process."""
+class LocalSession:
+    """`BlockSession` of `rows` sequences in consecutive spans of blocks of this process."""
+
+    codecs = ()
+    failovers = ()
 
     def __init__(
         self,
@@ -53,34 +56,18 @@ class LocalSession(BlockSession):
         promises = [part.new_pool(pages * PAGE_TOKENS).reserve(pages) for part in parts]
         self._tables = [[promise.new_table() for _ in range(rows)] for promise in promises]
         self._lengths = [0] * rows
-        self._max_tokens = max_tokens
-        self._hops = tuple(Hop(CLIENT_PEER, part.span) for part in parts)
-
-    @property
-    def rows(self) -> int:
-        return len(self._lengths)
+        self.rows = rows
+        self.max_tokens = max_tokens
+        self.hops = tuple(Hop(CLIENT_PEER, part.span) for part in parts)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths)
 
-    @property
-    def max_tokens(self) -> int:
-        return self._max_tokens
-
-    @property
-    def hops(self) -> tuple[Hop, ...]:
-        return self._hops
-
-    @property
-    def codecs(self) -> tuple[str, ...]:
-        """See `BlockSession.codecs`."""
-        return ()
-
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
     ) -> torch.Tensor:
-        check_slices(rows, self._lengths, self._max_tokens, hidden_TD.shape[0])
+        check_slices(rows, self._lengths, self.max_tokens, hidden_TD.shape[0])
         result = await asyncio.get_running_loop().run_in_executor(
             self._worker, self._run, hidden_TD, rows, want
         )
@@ -120,7 +107,6 @@ class LocalSession(BlockSession):
         return self._round_by_codec(output_TD).to(hidden_TD.device, hidden_TD.dtype)
 
     def _round_by_codec(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Hidden states after encoding and decoding by the codec."""
         if self._codec == "none":
             return hidden_TD
         meta, data = encode(hidden_TD, codec=self._codec)
@@ -172,9 +158,7 @@ class LocalConnection(SwarmConnection):
 def check_slices(
     rows: Sequence[RowSlice], lengths: Sequence[int], max_tokens: int, num_tokens: int
 ) -> None:
-    """Raise `ValueError` for a step that does not continue the caches, `CacheFullError` beyond
-    them.
-    """
+    """Raise `ValueError` for a step that does not continue the caches, or `CacheFullError`."""
     if len({part.row for part in rows}) != len(rows) or not rows:
         raise ValueError("a step names each of its rows once")
     if sum(part.count for part in rows) != num_tokens:

@@ -1,7 +1,4 @@
-"""Event loop in a background thread, for synchronous callers.
-
-Cancellation of a session from another thread.
-"""
+"""Event loop in a background thread, for synchronous callers, which can be interrupted."""
 
 from __future__ import annotations
 
@@ -42,9 +39,7 @@ class Interrupt:
             future.cancel()
 
     def attach(self, future: Future[Any] | None) -> None:
-        """Cancel `future` at `set`, or now if it is set. Replaces the future before; None: no call
-        runs.
-        """
+        """Cancel `future`, the call that runs now if any, at `set`, or at once if it is set."""
         with self._guard:
             self._future = future
             is_set = self._is_set
