@@ -87,7 +87,7 @@ class LatencyView:
         """Assemble the links among all nodes and this client if outdated or incomplete."""
         nodes = (*snapshot.nodes, *snapshot.joining)
         known, now = self._links, time.monotonic()
-        is_fresh = known is not None and now - self._links_made_at < _LINKS_FRESH_S
+        is_fresh = now - self._links_made_at < _LINKS_FRESH_S
         if is_fresh and known is not None and {n.peer_id for n in nodes} <= {*known.peers}:
             return
         said = self._swarm.directory.measured_links(snapshot)

@@ -151,7 +151,7 @@ class NodeSelector:
         else:
             view, plan = found
         addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}
-        costing = partial(self._planner.expected_step_s, view, self._request, plan.hops)
+        costing = partial(self._planner.expected_step_s, view, plan.hops)
         self.expected_s = await _run_planning(view.snapshot, costing)
         if session:
             reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
@@ -169,7 +169,6 @@ class NodeSelector:
         planning = partial(
             self._planner.plan_chain,
             view,
-            self._request,
             keep,
             exclude=self._unusable_peers(snapshot, others) | self.suspected_peers,
             min_free_tokens=0,
@@ -201,16 +200,14 @@ class NodeSelector:
         request, planner = self._request, self._planner
         snapshot = await planner.snapshots.fetch_uncached(request)
         await planner.remeasure_nodes(snapshot, request, hops)
-        view = planner.without_own_load(
-            await self._fetch_view(may_ping=True), hops, request, step_s
-        )
+        view = planner.without_own_load(await self._fetch_view(may_ping=True), hops, step_s)
         leave = await _run_planning(view.snapshot, partial(self._choose_peers_to_leave, view, hops))
         self._left_at |= dict.fromkeys(leave, time.monotonic())
         return leave
 
     def _choose_peers_to_leave(self, view: PlanningView, hops: Hops) -> frozenset[PeerId]:
-        request, planner = self._request, self._planner
-        now_s = planner.expected_step_s(view, request, hops)
+        planner = self._planner
+        now_s = planner.expected_step_s(view, hops)
         if now_s is None:
             return frozenset()
         since = time.monotonic() - LEFT_NODE_EXCLUSION_S
@@ -222,7 +219,7 @@ class NodeSelector:
                 plan = self._fill_around(view, kept, leave | left)
             except MissingBlocksError:
                 continue
-            found_s = planner.expected_step_s(view, request, plan.hops)
+            found_s = planner.expected_step_s(view, plan.hops)
             if found_s is not None:
                 best = min(best, (found_s, leave), key=lambda each: each[0])
         log.info("chain_reconsidered", step_ms=now_s * 1000, best_ms=best[0] * 1000)
@@ -244,7 +241,6 @@ class NodeSelector:
         """Complete `keep` with unsuspected nodes with free cache. Raises `MissingBlocksError`."""
         return self._planner.plan_chain(
             view,
-            self._request,
             keep,
             exclude=self._unusable_peers(view.snapshot, drop) | self.suspected_peers,
             min_free_tokens=self._request.total_tokens,
@@ -276,9 +272,7 @@ class NodeSelector:
             *(((), 0, good), ((), tokens, barred), ((), 0, barred)),
         ):
             try:
-                return self._planner.plan_chain(
-                    view, self._request, hops, exclude=exclude, min_free_tokens=free
-                )
+                return self._planner.plan_chain(view, hops, exclude=exclude, min_free_tokens=free)
             except MissingBlocksError as error:
                 first = first or error
         assert first is not None

@@ -63,9 +63,12 @@ planning time."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningView:
-    """Input of planning: snapshot with links, the client's round trips (ms), weighed reports."""
+    """Input of planning: snapshot with links, what a session needs, the client's round trips (ms),
+    weighed reports.
+    """
 
     snapshot: Snapshot
+    request: RouteRequest
     rtt_ms: Mapping[PeerId, float]
     blames: Mapping[PeerId, float] = field(default_factory=dict)
 
@@ -180,7 +183,7 @@ class ChainPlanner:
         """
         if request.allowed_peers is not None and len(request.allowed_peers) == 1:
             # A single candidate needs no links.
-            return PlanningView(snapshot, {})
+            return PlanningView(snapshot, request, {})
         if may_ping and isinstance(self.strategy, GreedyStrategy):
             self.strategy = await self._with_published_exponents(self.strategy, request.model_id)
         linked, rtt_ms = await self.latencies.add_links(snapshot, request.span, may_ping=may_ping)
@@ -190,7 +193,7 @@ class ChainPlanner:
                 linked, links=_links_through_client(rtt_ms, [n.peer_id for n in nodes])
             )
         blames = self._swarm.directory.blames(request.model_id)
-        return PlanningView(replace(linked, nodes=nodes), rtt_ms, blames)
+        return PlanningView(replace(linked, nodes=nodes), request, rtt_ms, blames)
 
     async def _with_published_exponents(
         self, rule: GreedyStrategy, model_id: ModelId
@@ -208,18 +211,10 @@ class ChainPlanner:
         return replace(rule, published=tuple(published)[:MAX_PUBLISHED_EXPONENTS])
 
     def plan_chain(
-        self,
-        view: PlanningView,
-        request: RouteRequest,
-        keep: Sequence[Hop],
-        *,
-        exclude: frozenset[PeerId],
-        min_free_tokens: int,
+        self, view: PlanningView, keep: Hops, *, exclude: frozenset[PeerId], min_free_tokens: int
     ) -> ChainPlan:
         """Plan hops that include `keep`. Raises `MissingBlocksError`."""
-        asked = replace(
-            self.chain_request(view, request), exclude=exclude, min_free_tokens=min_free_tokens
-        )
+        asked = replace(self.chain_request(view), exclude=exclude, min_free_tokens=min_free_tokens)
         hops = fill_gaps(view.snapshot, asked, keep, choose=self.strategy.choose)
         return ChainPlan(hops, asked)
 
@@ -250,18 +245,14 @@ class ChainPlanner:
                         request.model_id, node.peer_id, "slow"
                     )
 
-    def expected_step_s(
-        self, view: PlanningView, request: RouteRequest, hops: Hops
-    ) -> float | None:
+    def expected_step_s(self, view: PlanningView, hops: Hops) -> float | None:
         """Expected seconds of a step through `hops`; None if the view lacks one of their nodes."""
         if not view.holds(hops):
             return None
-        return chain_cost_s(view.snapshot, self.chain_request(view, request), hops)
+        return chain_cost_s(view.snapshot, self.chain_request(view), hops)
 
-    def without_own_load(
-        self, view: PlanningView, hops: Hops, request: RouteRequest, step_s: float
-    ) -> PlanningView:
-        """`build_view` with the load subtracted that a session over `hops` itself causes.
+    def without_own_load(self, view: PlanningView, hops: Hops, step_s: float) -> PlanningView:
+        """`view` with the load subtracted that a session over `hops` itself causes.
 
         Its steps take `step_s`. Otherwise any idle node would look better than a node the session
         keeps busy.
@@ -272,7 +263,7 @@ class ChainPlanner:
             length = lengths.get(node.peer_id)
             if length is None or node.decode_tokens_per_s <= 0:
                 return node
-            compute_s = request.rows * length / (node.decode_tokens_per_s * len(node.span))
+            compute_s = view.request.rows * length / (node.decode_tokens_per_s * len(node.span))
             return replace(node, load=max(node.load - compute_s / step_s, 0.0))
 
         nodes = tuple(relieved(node) for node in view.snapshot.nodes)
@@ -307,11 +298,11 @@ class ChainPlanner:
         await self.snapshots.close()
         await self._decision_writes.close()
 
-    def chain_request(self, view: PlanningView, request: RouteRequest) -> ChainRequest:
+    def chain_request(self, view: PlanningView) -> ChainRequest:
         """Routing request for one decoded token of the session, with penalties for failures that
         this client has seen and for reports by other peers.
         """
-        peers = [node.peer_id for node in view.snapshot.nodes]
+        request, peers = view.request, [node.peer_id for node in view.snapshot.nodes]
         penalties_s = {
             peer: self.avoidance.penalty_s(peer) + blame_penalty_s(view.blames.get(peer, 0.0))
             for peer in peers
