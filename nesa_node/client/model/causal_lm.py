@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import Context
 from functools import partial
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -274,12 +273,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Generator, Sequence
 from contextlib import closing
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -57,6 +56,8 @@ class InferenceSession:
         self._loop = loop
         self._held_context = held
         self._blocks = held.value
+        self.max_length = self._blocks.max_tokens
+        """Tokens per row that every hop has reserved."""
         self._prefix = prefix
         self._interrupt = interrupt
         self._tokens: list[list[int]] = [
@@ -70,11 +71,6 @@ class InferenceSession:
     @property
     def rows(self) -> int:
         return len(self._tokens)
-
-    @property
-    def max_length(self) -> int:
-        """Tokens per row that every hop has reserved."""
-        return self._blocks.max_tokens
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -244,12 +240,7 @@ class InferenceSession:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _first_equal_rows(self, new_tokens: Sequence[Sequence[int]]) -> list[int]:

@@ -149,10 +149,8 @@ class FaultAttribution:
     """
 
     def __init__(self) -> None:
-        self._link_failures: Counter[PeerId] = Counter()
-
-    def reset(self) -> None:
-        self._link_failures.clear()
+        self.link_failures: Counter[PeerId] = Counter()
+        """Failures since the last completed step, by the upstream hop."""
 
     def fail_link_pair(
         self,
@@ -166,8 +164,8 @@ class FaultAttribution:
         `downstream` is None after the last node: then `upstream` fails.
         """
         peer = upstream.hop.peer_id
-        self._link_failures[peer] += 1
-        if downstream is None or self._link_failures[peer] > 1:
+        self.link_failures[peer] += 1
+        if downstream is None or self.link_failures[peer] > 1:
             upstream.fail(f"{peer}: {reason}", fault)
         if downstream is not None:
             downstream.fail(f"{peer} did not reach {downstream.hop.peer_id}: {reason}", fault)

@@ -25,14 +25,15 @@ class StepReplay:
 
     def __init__(self, route: SessionRoute, request: RouteRequest, pipeline: StepPipeline) -> None:
         self._route = route
-        self._request = request
+        self._is_chain = request.is_chain
+        self._span = request.span
         self._pipeline = pipeline
         self._outboxes: dict[int, ReplayBuffer] = {request.span.start: ReplayBuffer()}
 
     def stages(self) -> list[PipelineStage]:
         """Pipeline stages for new steps, each of which records its inputs."""
         links = self._route.links
-        if self._request.is_chain:
+        if self._is_chain:
             return [PipelineStage(links[0], links[-1], links, self._outbox(links[0]))]
         stages: list[PipelineStage] = []
         for link in reversed(links):
@@ -42,7 +43,7 @@ class StepReplay:
 
     def record_unsent(self, kept: SentStep) -> None:
         """Record a step that the first hop need not be sent, since it reused those tokens."""
-        self._outboxes[self._request.span.start].append(kept)
+        self._outboxes[self._span.start].append(kept)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget every token at or beyond `lengths[row]`."""
@@ -76,7 +77,7 @@ class StepReplay:
             open_timeout_s=open_timeout_s,
         )
         links = self._route.links
-        for link in links if not self._request.is_chain else links[:1]:
+        for link in links if not self._is_chain else links[:1]:
             if link in self._route.held_tokens:
                 await self._replay_to(link, self._route.held_tokens[link], lengths)
         # Inputs at blocks where no hop starts any more would have gaps if a hop starts there again.
@@ -85,17 +86,18 @@ class StepReplay:
 
     async def _replay_to(self, link: HopLink, held: Sequence[int], lengths: Sequence[int]) -> None:
         steps = self._outbox(link).iter_steps(held, lengths)
-        if not self._request.is_chain and self._lacks_inputs_after(link.hop):
+        if not self._is_chain and self._lacks_inputs_after(link.hop):
             await self._replay_for_outputs(link, [await step.materialize() for step in steps])
         else:
             for step in steps:
                 await self._pipeline.resend_step(link, await step.materialize())
 
     async def _replay_for_outputs(self, link: HopLink, steps: Sequence[SentStep]) -> None:
-        outbox = ReplayBuffer()
+        outbox, links = ReplayBuffer(), self._route.links
+        following = links[links.index(link) + 1]
 
         def keep(kept: SentStep, output_TD: torch.Tensor) -> None:
-            meta, payload = self._next_link(link).wire.encode(HiddenStates.from_tensor(output_TD))
+            meta, payload = following.wire.encode(HiddenStates.from_tensor(output_TD))
             outbox.append(
                 SentStep(kept.step, kept.rows, "all", meta, payload, self._pipeline.output_codecs)
             )
@@ -107,17 +109,13 @@ class StepReplay:
 
     def _forget_later_hops(self) -> None:
         """Keep only the first hop's inputs: those of later hops begin after the new start."""
-        start = self._request.span.start
+        start = self._span.start
         self._outboxes = {start: self._outboxes[start]}
 
     def _lacks_inputs_after(self, hop: Hop) -> bool:
         """Whether the inputs of the blocks after `hop` are not recorded."""
         end = hop.span.end
-        return end < self._request.span.end and end not in self._outboxes
-
-    def _next_link(self, link: HopLink) -> HopLink:
-        links = self._route.links
-        return links[links.index(link) + 1]
+        return end < self._span.end and end not in self._outboxes
 
     def _outbox(self, link: HopLink) -> ReplayBuffer:
         return self._outboxes.setdefault(link.hop.span.start, ReplayBuffer())

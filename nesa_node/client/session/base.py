@@ -102,7 +102,8 @@ class PrefixStart:
         self.start_lengths = [0] * rows
         self.prefix = prefix
         """Digests that are sent to nodes, which look for them in their prefix caches."""
-        self._is_behind = False
+        self.is_behind = False
+        """Whether nodes lag behind the session, until a step completes."""
 
     def held_tokens(self, opened: Opened | None) -> tuple[int, ...]:
         """Tokens of each row that a node reports as reused, at most those that were announced."""
@@ -119,21 +120,16 @@ class PrefixStart:
         """Lower `start` to what all nodes hold; return whether the whole chain must go back.
 
         `new_held` has the tokens per row that each new node holds. `all_new` says that the chain
-        has new nodes only. `lengths` are the session's lengths, None before its first step. After
-        going back, nodes lag behind the session until `mark_caught_up`.
+        has new nodes only. `lengths` are the session's lengths, None before its first step.
         """
         start = self.start_lengths
         floor = list(new_held[0]) if all_new and new_held else list(start)
         for held in (*new_held, *([] if lengths is None else [lengths])):
             floor = [min(pair) for pair in zip(floor, held, strict=True)]
-        goes_back = self._is_behind or any(new < old for new, old in zip(floor, start, strict=True))
+        goes_back = self.is_behind or any(new < old for new, old in zip(floor, start, strict=True))
         self.start_lengths = floor
-        self._is_behind = goes_back or (all_new and lengths is not None and floor != list(lengths))
+        self.is_behind = goes_back or (all_new and lengths is not None and floor != list(lengths))
         return goes_back
-
-    def mark_caught_up(self) -> None:
-        """Note that a step is complete: all nodes are at the session's lengths."""
-        self._is_behind = False
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget tokens from `lengths` on, and the digests of pages that reach beyond."""

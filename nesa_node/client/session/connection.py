@@ -22,7 +22,6 @@ from nesa_node.client.session.telemetry import SessionMetrics, session_samples
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import MetricSample
 from nesa_node.core.span import Span
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
@@ -33,23 +32,12 @@ from nesa_node.swarm.p2p.identity import Identity
 class RemoteConnection:
     """`SwarmConnection` over the network. All its sessions share what they learn about peers."""
 
-    def __init__(
-        self,
-        swarm: Swarm,
-        model: ModelId,
-        options: ConnectionOptions,
-        *,
-        num_blocks: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, swarm: Swarm, request: RouteRequest, num_blocks: int) -> None:
+        """Sessions differ from `request` in span, rows, length and prefix only."""
+        swarm.directory.set_num_blocks(request.model_id, num_blocks)
         self.swarm = swarm
-        swarm.directory.set_num_blocks(model, num_blocks)
-        self._model = model
-        self._options = options
-        self._num_blocks = num_blocks
-        self._hidden_size = hidden_size
-        self._dtype = dtype
+        self._request = request
+        options = request.options
         decisions = None if options.decisions_path is None else DecisionLog(options.decisions_path)
         self._planner = ChainPlanner(
             swarm,
@@ -70,19 +58,14 @@ class RemoteConnection:
         self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
     ) -> AsyncIterator[RemoteSession]:
         """See `SwarmConnection.open_session`."""
-        request = RouteRequest(
-            model_id=self._model,
+        model_id, precision = self._request.model_id, self._request.numerics_label
+        request = replace(
+            self._request,
             span=span,
             rows=rows,
             max_tokens=max_tokens,
-            hidden_size=self._hidden_size,
-            dtype=DTYPE_NAMES[self._dtype],
-            options=self._options,
-            num_blocks=self._num_blocks,
+            prefix=() if prefix is None else prefix.prompt_digests(model_id, precision),
         )
-        if prefix is not None:
-            announced = prefix.prompt_digests(self._model, request.numerics_label)
-            request = replace(request, prefix=announced)
         session = RemoteSession(
             self.swarm,
             request,
@@ -107,7 +90,7 @@ class RemoteConnection:
 
     def samples(self) -> Iterator[MetricSample]:
         """See `SwarmConnection.samples`."""
-        yield from session_samples(self._model, self.metrics)
+        yield from session_samples(self._request.model_id, self.metrics)
         yield from swarm_samples(self.swarm)
 
 
@@ -139,14 +122,17 @@ async def open_connection(
                 listen=False,
             )
         )
-        connection = RemoteConnection(
-            swarm,
-            await asyncio.to_thread(compute_model_id, checkpoint),
-            options,
-            num_blocks=checkpoint.num_blocks,
+        request = RouteRequest(
+            model_id=await asyncio.to_thread(compute_model_id, checkpoint),
+            span=Span(0, checkpoint.num_blocks),
+            rows=1,
+            max_tokens=1,
             hidden_size=int(checkpoint.config.hidden_size),
-            dtype=dtype,
+            dtype=DTYPE_NAMES[dtype],
+            options=options,
+            num_blocks=checkpoint.num_blocks,
         )
+        connection = RemoteConnection(swarm, request, checkpoint.num_blocks)
         stack.push_async_callback(connection.close)
         async with asyncio.TaskGroup() as tasks:
             # Fails the context of a lost connection, so that the next session joins the swarm anew.

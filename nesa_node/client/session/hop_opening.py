@@ -153,23 +153,32 @@ class HopOpener:
         donor: PeerId | None = None,
     ) -> HopLink:
         """Open the session at one node. Dialling and opening may each take `timeout_s`."""
-        with track_wait(
-            "the node to open the session",
-            blocks=(hop.span,),
-            peers=(hop.peer_id,),
-            limit_s=2 * timeout_s,
-        ):
-            return await self._dial(hop, before, addresses, epoch, timeout_s, donor)
+        what, peer = "the node to open the session", hop.peer_id
+        with track_wait(what, blocks=(hop.span,), peers=(peer,), limit_s=2 * timeout_s):
+            link, secret = await self._dial(hop, addresses, timeout_s)
+            try:
+                message = self._open_message(link, secret, before, epoch, donor)
+                await link.open(message, timeout_s)
+                at_node = session_name(link.session)
+                log.info("hop_opened", peer=peer, blocks=str(hop.span), at_node=at_node)
+            except BaseException as error:
+                if isinstance(error, asyncio.CancelledError):
+                    # Without a close message, which would wait for an answer.
+                    link.abort()
+                await link.close()
+                if isinstance(error, PeerUnreachableError):
+                    self._selector.record_failure(peer, str(error))
+                elif isinstance(error, BusyError | RemoteError):
+                    self._selector.record_refusal(peer, error)
+                    self.last_refusing_hop = hop
+                raise
+            self._selector.record_accepted(peer, link)
+            return link
 
     async def _dial(
-        self,
-        hop: Hop,
-        before: Hop | None,
-        addresses: tuple[str, ...],
-        epoch: int,
-        timeout_s: float,
-        donor: PeerId | None,
-    ) -> HopLink:
+        self, hop: Hop, addresses: tuple[str, ...], timeout_s: float
+    ) -> tuple[HopLink, bytes]:
+        """Link to a node, and the secret of the session there."""
         request, peer = self._request, hop.peer_id
         try:
             reader, writer = await self._swarm.transport.open_stream(
@@ -192,30 +201,13 @@ class HopOpener:
             ping, self._swarm.transport, peer, addresses, timeout_s=SIDE_PING_TIMEOUT_S, pings=1
         )
         link = HopLink(hop, stream, request, speed, self._on_change, session, budget, asking)
-        try:
-            message = self._open_message(link, secret, before, epoch, donor)
-            await link.open(message, timeout_s)
-            log.info("hop_opened", peer=peer, blocks=str(hop.span), at_node=session_name(session))
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
-                # Without a close message, which would wait for an answer.
-                link.abort()
-            await link.close()
-            if isinstance(error, PeerUnreachableError):
-                self._selector.record_failure(peer, str(error))
-            elif isinstance(error, BusyError | RemoteError):
-                self._selector.record_refusal(peer, error)
-                self.last_refusing_hop = hop
-            raise
-        self._selector.record_accepted(peer, link)
-        return link
+        return link, secret
 
     def _session_credentials(self) -> tuple[bytes, bytes]:
-        """Session id and secret for one node. In a star each node has its own, so that nodes cannot
-        match them.
-        """
+        """Session id and secret for one node."""
         if self._request.is_chain:
             return self.session, self._secret
+        # Different ones for each node, so that nodes cannot match them.
         return secrets.token_bytes(16), secrets.token_bytes(32)
 
     def _open_message(
@@ -227,7 +219,6 @@ class HopOpener:
         donor: PeerId | None,
     ) -> Open:
         request, hop = self._request, link.hop
-        chained = request.is_chain and before is not None
         return Open(
             version=VERSION,
             model=request.model_id,
@@ -239,7 +230,7 @@ class HopOpener:
             mode=request.options.routing,
             dtype=request.dtype,  # type: ignore[arg-type]  # checked by `tensors.DTYPES` before
             epoch=epoch - 1,
-            upstream=before.peer_id if chained and before is not None else None,
+            upstream=before.peer_id if request.is_chain and before is not None else None,
             donor=donor,
             # A successor is handed the whole cache.
             prefix=link.prefix_for_node(self._prefix_start.prefix) if donor is None else (),

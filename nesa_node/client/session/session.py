@@ -182,8 +182,8 @@ class RemoteSession:
 
     def _finish_step(self, tokens: int, step_s: float, is_decode: bool) -> None:
         """Record a completed step, and start what it makes due in the background."""
-        self._route.fault_attribution.reset()
-        self._route.prefix_start.mark_caught_up()
+        self._route.fault_attribution.link_failures.clear()
+        self._route.prefix_start.is_behind = False
         now = time.monotonic()
         if self._request.options.replicate_cache and now >= self._next_replication_at:
             self._next_replication_at = now + REPLICATION_INTERVAL_S

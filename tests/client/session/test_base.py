@@ -134,7 +134,7 @@ def test_who_comes_later_and_holds_less_sends_all_back_until_a_step_is_done() ->
         "some are still on their way"
     )
     assert beginning.agree_on_start([], [200, 200], all_new=False)
-    beginning.mark_caught_up()
+    beginning.is_behind = False
     assert not beginning.agree_on_start([(32, 64)], [201, 201], all_new=False)
 
 
@@ -170,7 +170,7 @@ def test_every_sender_has_kept_what_a_newcomer_lacks(seed: int) -> None:
         if rng.random() < 0.2:
             continue  # the step fails, and everybody is where the replay has got to
         nodes = [(length, kept) for _, kept in nodes]
-        beginning.mark_caught_up()
+        beginning.is_behind = False
         if rng.random() < 0.3:
             length = rng.randint(0, length)
             beginning.truncate([length])
