@@ -48,7 +48,7 @@ class SessionRoute:
         """Tokens of each row that nodes hold which the last rebuild added or sent back; they need
         the rest."""
         self.prefix_start = PrefixStart(request.rows, request.prefix)
-        self.successors = SuccessorPool(request.rows)
+        self.successors = SuccessorPool(request.rows, self._open_successor)
         self._swarm = swarm
         self._request = request
         self._on_change = on_change
@@ -167,14 +167,6 @@ class SessionRoute:
         message = Reorder(epoch=self.epoch, sources=tuple(sources))
         with self._waiting_for("the nodes to reorder rows"):
             await self._run_requests(self.links, [link.reorder(message) for link in self.links])
-
-    def prepare_successor(self, link: HopLink) -> bool:
-        """See `SuccessorPool.prepare`."""
-        return self.successors.prepare(link, self._open_successor)
-
-    def refresh_successors(self) -> None:
-        """Update the successors of all links in the background."""
-        self.successors.refresh(self.links, self._open_successor)
 
     async def leave_all_nodes(self) -> None:
         """Close all links and take a new session id; lost nodes are avoided in the next rebuild."""
