@@ -179,9 +179,7 @@ class HeadBatcher:
         threading.Thread(target=self._run_batches, args=(came,), name="nesa-head").start()
 
     def _run_batches(self, came: int) -> None:
-        """In a worker thread: compute batches until no call waits. `came` counts the burst's
-        calls so far.
-        """
+        """In a worker thread: compute batches until no call waits. `came`: calls in the burst."""
         while calls := self._take_batch(came):
             came += len(calls)
             began = time.monotonic()

@@ -140,8 +140,7 @@ class InferenceSession:
         return torch.cat([parts[twin] for twin in twins])
 
     def generate_greedy(self, ids_L: torch.Tensor, stop: StopCondition) -> Generator[int]:
-        """Append ids [L] (int64) to the only row and yield greedy tokens, appending each but the
-        last.
+        """Append ids [L] (int64) to the only row; yield greedy tokens, appending all but the last.
 
         One or two tokens may be computed ahead of the caller; closing the generator rolls them
         back. Raises as `step` does.

@@ -26,9 +26,7 @@ from nesa_node.routing.chains import Hop
 
 
 class LayeredSession:
-    """`BlockSession` over `layers`, which steps pass in order. Layers have equal lengths between
-    steps.
-    """
+    """`BlockSession` over `layers`, which steps pass in order. Their lengths are equal."""
 
     def __init__(self, layers: Sequence[BlockSession]) -> None:
         if not layers:

@@ -61,10 +61,7 @@ RELEASE_TIMEOUT_S = 10.0
 
 
 class HeldContext(Generic[T]):
-    """Context manager that was entered on the loop and stays entered until `release`.
-
-    One task enters and leaves it, as contexts that own tasks require.
-    """
+    """Context manager that one task of the loop has entered and leaves at `release`."""
 
     def __init__(self, loop: LoopThread, value: T, task: asyncio.Task[None]) -> None:
         self.value = value

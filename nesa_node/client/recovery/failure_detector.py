@@ -35,9 +35,7 @@ _SILENT_STATES = frozenset({HopState.SUSPECTED, HopState.LOST})
 
 
 class FailureDetector:
-    """Failure detector of one session. `search` looks for replacements of silent hops, `suspicions`
-    counts suspicions by outcome.
-    """
+    """Failure detector of one session. `suspicions` counts suspicions by outcome."""
 
     def __init__(
         self, search: ReplacementSearch, suspicions: Counter[SuspicionEvent] | None = None
@@ -55,9 +53,8 @@ class FailureDetector:
         return PROBE_INTERVAL_S if trusted else POLL_INTERVAL_S
 
     async def probe_links(self, links: Sequence[HopLink], chain: Sequence[HopLink]) -> bool:
-        """Probe `links` of `chain`, and search for replacements of its silent hops.
-
-        Returns whether the silent hops were failed.
+        """Probe `links` of `chain`, and search for replacements of its silent hops; return whether
+        those were failed.
         """
         states = [await self._probe_link(link) for link in links]
         silent = self.silent_links(chain)

@@ -107,9 +107,7 @@ MAX_CONCURRENT_OPENS = 8
 
 
 class OpenLimiter:
-    """Fair semaphore for opening sessions, so that not all of them ask busy nodes at once. For one
-    event loop.
-    """
+    """Fair semaphore of one event loop: not all opening sessions ask busy nodes at once."""
 
     def __init__(self, max_concurrent: int = MAX_CONCURRENT_OPENS) -> None:
         self._slots = asyncio.Semaphore(max_concurrent)

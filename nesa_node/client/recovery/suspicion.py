@@ -205,8 +205,9 @@ class Suspicion:
     def silent_s(self, name: Hashable) -> float:
         """Seconds for which the hop has not answered its probe; 0 without a pending probe."""
         hop = self._hops.get(name)
-        waits = hop is not None and hop.state is not HopState.TRUSTED
-        return self.now - hop.since if hop is not None and waits else 0.0
+        if hop is None or hop.state is HopState.TRUSTED:
+            return 0.0
+        return self.now - hop.since
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +237,9 @@ class StallDetector:
     def find_stall(
         self, chain: Sequence[tuple[Hashable, ProbeReport | None]], epoch: int, now: float
     ) -> tuple[int, float] | None:
-        """The first stalled link: the receiving node's index, and its least duration in seconds.
+        """Find the first stalled link of `chain`, nodes in order, each with its last report.
 
-        `chain` has the nodes in order, each with its last report.
+        Returns the receiving node's index, and the stall's least duration in seconds.
         """
         found: tuple[int, float] | None = None
         for place, ((_, before), (name, report)) in enumerate(pairwise(chain), 1):
@@ -260,9 +261,7 @@ class StallDetector:
 def _received_of_pushed(
     before: ProbeReport | None, report: ProbeReport | None, epoch: int
 ) -> int | None:
-    """Bytes received by a node that waits for a step which the node before has begun to push, if
-    both report that.
-    """
+    """Bytes received by a node that waits for a step which, by its pong, the one before pushes."""
     if before is None or report is None:
         return None
     sender, receiver = before.pong, report.pong

@@ -76,9 +76,8 @@ class NodeSelector:
     def record_failure(
         self, peer: PeerId, reason: str, kind: FailureKind = "lost", *, report: bool = True
     ) -> None:
-        """Note a failure of `peer`, which is avoided for a while, by later sessions too.
-
-        With `report` the failure is reported to the swarm.
+        """Avoid `peer`, which failed, for a while, in later sessions too; tell the swarm if
+        `report`.
         """
         log.info("peer_failed", peer=peer, reason=reason)
         if report:
@@ -89,10 +88,7 @@ class NodeSelector:
         self._suspected_until[peer] = self._stale_before + SUSPECT_EXCLUSION_S
 
     def exclude_for_a_while(self, peers: Iterable[PeerId]) -> None:
-        """Plan without `peers` for a while where possible, since they did not answer in time.
-
-        For this session only, without a penalty or a report.
-        """
+        """Avoid `peers`, which did not answer in time, in this session, without a report."""
         until = time.monotonic() + SUSPECT_EXCLUSION_S
         self._suspected_until |= {
             peer: max(until, self._suspected_until.get(peer, 0.0)) for peer in peers
@@ -191,11 +187,10 @@ class NodeSelector:
             return None
 
     async def find_peers_to_leave(self, hops: Hops, step_s: float) -> frozenset[PeerId]:
-        """Peers of `hops` to leave for a chain faster by `MIN_MOVE_SPEEDUP`; empty if there is
-        none.
+        """Peers of `hops` to leave for a chain faster by `MIN_MOVE_SPEEDUP`, if there is one.
 
         `step_s` is the current step time. The hops are measured again first, and recently left
-        nodes are not considered. Raises as `plan` does.
+        nodes are not considered. Raises as `plan_hops` does.
         """
         request, planner = self._request, self._planner
         snapshot = await planner.snapshots.fetch_uncached(request)

@@ -63,14 +63,15 @@ planning time."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningView:
-    """Input of planning: snapshot with links, what a session needs, the client's round trips (ms),
-    weighed reports.
-    """
+    """Input of planning."""
 
     snapshot: Snapshot
+    """With links."""
     request: RouteRequest
     rtt_ms: Mapping[PeerId, float]
+    """The client's round trips."""
     blames: Mapping[PeerId, float] = field(default_factory=dict)
+    """Weighed reports."""
 
     def holds(self, hops: Hops) -> bool:
         """Whether the nodes of `hops` are in the snapshot, with those blocks."""
@@ -157,9 +158,7 @@ class ChainPlanner:
         audit: MeasureSpeed | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises `ConfigError` for an unknown strategy. Without `audit`, announced speeds are
-        believed.
-        """
+        """Raises `ConfigError` for an unknown strategy. Without `audit`, records are believed."""
         self._swarm = swarm
         self._clock = clock
         self._next_audit_at: dict[PeerId, float] = {}
@@ -299,9 +298,7 @@ class ChainPlanner:
         await self._decision_writes.close()
 
     def chain_request(self, view: PlanningView) -> ChainRequest:
-        """Routing request for one decoded token of the session, with penalties for failures that
-        this client has seen and for reports by other peers.
-        """
+        """Request for one decoded token, with penalties for failures seen here and for reports."""
         request, peers = view.request, [node.peer_id for node in view.snapshot.nodes]
         penalties_s = {
             peer: self.avoidance.penalty_s(peer) + blame_penalty_s(view.blames.get(peer, 0.0))

@@ -27,10 +27,7 @@ members may be gone."""
 
 
 class SnapshotCache:
-    """Single-flight cache of snapshots, shared by all sessions of a client.
-
-    `clock` returns monotonic seconds.
-    """
+    """Single-flight cache of snapshots for all sessions of a client. `clock`: monotonic seconds."""
 
     def __init__(self, swarm: Swarm, clock: Callable[[], float] = time.monotonic) -> None:
         self._swarm = swarm
@@ -43,11 +40,10 @@ class SnapshotCache:
         """Running fetches, some continuing after the sessions that started them."""
 
     async def fetch(self, request: RouteRequest, *, after: float = -math.inf) -> Snapshot:
-        """Snapshot at most `SNAPSHOT_FRESH_S` old and fetched after `after`. Raises what
-        `Directory.fetch` raises.
+        """Snapshot at most `SNAPSHOT_FRESH_S` old and fetched after `after`, with failure reports.
 
-        Includes failure reports. Where members of the DHT do not answer, the first member's answer
-        and earlier records suffice if they cover the whole model.
+        Where members of the DHT do not answer, the first member's answer and earlier records
+        suffice if they cover the whole model. Raises what `Directory.fetch` raises.
         """
         model_id, num_blocks = request.model_id, request.num_blocks
         # By start time: a fetch, however slow, serves all sessions that wait for it.

@@ -85,11 +85,9 @@ class RemoteConnection:
 
     @property
     def is_lost(self) -> bool:
-        """See `SwarmConnection.is_lost`."""
         return self.swarm.transport.daemon_exited.is_set()
 
     def samples(self) -> Iterator[MetricSample]:
-        """See `SwarmConnection.samples`."""
         yield from session_samples(self._request.model_id, self.metrics)
         yield from swarm_samples(self.swarm)
 

@@ -140,7 +140,7 @@ class HopLink:
         self._budget = budget
         self._on_change = on_change
         self._pending_answer: asyncio.Future[AnyMessage] | None = None
-        self._hand_over_result: asyncio.Future[tuple[int, ...]] | None = None
+        self._hand_over_result: asyncio.Future[HandedOver | ErrorMessage] | None = None
         self._pongs: dict[int, asyncio.Future[Pong]] = {}
         """Pending pings by nonce, including those of probes, which are not awaited."""
         self.probe_report: ProbeReport | None = None
@@ -185,10 +185,8 @@ class HopLink:
         self.wire = LinkEncoder(self._request.options.quality, answer.codecs, self._speed)
 
     async def link(self, message: Link) -> None:
-        """Connect the node with its neighbours for an epoch. Raises `RemoteError` and
-        `PeerUnreachableError`.
-
-        The error's code is "downstream_lost" where the node could not reach the next one.
+        """Connect the node with its neighbours for an epoch. Raises `PeerUnreachableError`, and
+        `RemoteError`, with "downstream_lost" where the node could not reach the next one.
         """
         await self._start_epoch(message, Linked)
         self.downstream_lost_reason = None
@@ -223,16 +221,18 @@ class HopLink:
         `PeerUnreachableError`, neither of which fails this link.
         """
         self._raise_if_lost()
-        handed: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
-        self._hand_over_result = handed
+        self._hand_over_result = asyncio.get_running_loop().create_future()
         try:
             async with peer_timeout(self._stream.peer, HAND_OVER_TIMEOUT_S, "handing over"):
                 await self._stream.send(HandOver(to=to.as_downstream()))
-                return await handed
+                answer = await self._hand_over_result
         except StreamClosedError as error:
             raise PeerUnreachableError(str(error)) from error
         finally:
             self._hand_over_result = None
+        if isinstance(answer, ErrorMessage):
+            raise RemoteError(answer.code, answer.message)
+        return answer.lengths
 
     @property
     def received_bytes(self) -> int:
@@ -355,7 +355,9 @@ class HopLink:
             case ErrorMessage(code="downstream_lost", answers=None):
                 self.downstream_lost_reason = message.message
             case HandedOver() | ErrorMessage(answers="handover"):
-                self._finish_hand_over(message)
+                handed = self._hand_over_result
+                if handed is not None and not handed.done():
+                    handed.set_result(message)
             case ErrorMessage(answers="step"):
                 # The step was valid when it was sent: the refusal is the node's fault.
                 self.fail(f"{self._stream.peer} refused a step: {message.code}, {message.message}")
@@ -365,14 +367,6 @@ class HopLink:
                 log.info("error_received", peer=self._stream.peer, code=message.code)
             case _:
                 raise ProtocolError("unexpected", f"{type(message).__name__} was not requested")
-
-    def _finish_hand_over(self, message: HandedOver | ErrorMessage) -> None:
-        if self._hand_over_result is None or self._hand_over_result.done():
-            return
-        if isinstance(message, HandedOver):
-            self._hand_over_result.set_result(message.lengths)
-        else:
-            self._hand_over_result.set_exception(RemoteError(message.code, message.message))
 
     async def _exchange(self, message: Message, timeout_s: float) -> AnyMessage:
         self._raise_if_lost()

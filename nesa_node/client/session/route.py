@@ -29,9 +29,8 @@ log = get_logger(__name__)
 
 
 class SessionRoute:
-    """Links in the order of their blocks. `epoch` increases with every change of them.
-
-    `rebuild` and `rollback` run one at a time; the session calls them.
+    """Links in the order of their blocks. `epoch` increases with every change of them. One call at
+    a time.
     """
 
     def __init__(
@@ -303,10 +302,7 @@ class SessionRoute:
     async def _run_requests(
         self, links: Sequence[HopLink], requests: Sequence[Coroutine[object, object, None]]
     ) -> None:
-        """Wait for all `requests` to `links`, then raise the first failure.
-
-        Links that are silent meanwhile are failed, as in a step.
-        """
+        """Wait for all `requests` to `links`, which fail if silent; raise the first failure."""
         async with self.detector.watch_answers(links, self.exclude_silent_nodes):
             results = await asyncio.gather(*requests, return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]

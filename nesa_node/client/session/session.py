@@ -120,11 +120,11 @@ class RemoteSession:
 
         Raises `RefusedError` and `ContextLengthError` at once, since waiting does not resolve them.
         """
-        patience = self._rebuilder.new_retry_policy()
+        policy = self._rebuilder.new_retry_policy()
         with self._log_context(), self._trace.phase("open"):
-            async with self._open_limiter.slot(patience.queue_left_s):
+            async with self._open_limiter.slot(policy.queue_left_s):
                 await self._rebuilder.rebuild_with_retries(
-                    patience, RETRYABLE_ERRORS, self._lengths, is_opening=True
+                    policy, RETRYABLE_ERRORS, self._lengths, is_opening=True
                 )
             self._log_chain("chain_opened")
         self._lengths = list(self._route.prefix_start.start_lengths)
@@ -139,9 +139,7 @@ class RemoteSession:
         chunk_tokens: int | None = None,
     ) -> torch.Tensor:
         """See `BlockSession.step`. Raises `MissingBlocksError` if lost blocks are not replaced in
-        time.
-
-        With `chunk_tokens` the step is sent in chunks of that many tokens.
+        time. With `chunk_tokens` the step is sent in chunks of that many tokens.
         """
         self._check_step(hidden_TD, rows)
         await self._replace_leavers()

@@ -217,9 +217,7 @@ class StepPipeline:
         self, stage: PipelineStage
     ) -> tuple[SentStep, torch.Tensor, tuple[str, ...]] | None:
         """Remove the oldest step in flight once its output is here; return both and the codecs.
-
-        Raises `ChainBrokenError` for an output that differs from the request in order, shape, dtype
-        or quality.
+        Raises `ChainBrokenError` for one out of order, or of another shape, dtype or quality.
         """
         link = stage.exit
         if not link.outputs or not stage.in_flight:

@@ -130,9 +130,7 @@ MAX_CHECK_PAUSE_S = 1800.0
 
 
 class SlowdownDetector:
-    """Compares decode steps with the plan's expectation and with the best median so far. `clock` is
-    in monotonic seconds.
-    """
+    """Compares decode steps with the plan and the best median so far. `clock`: monotonic, in s."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
