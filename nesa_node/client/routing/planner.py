@@ -226,23 +226,21 @@ class ChainPlanner:
         nodes = [node for node in snapshot.nodes if node.peer_id in used]
         await self.latencies.ping_nodes(nodes)
         for node in nodes:
-            if self._audit is not None and self._clock() >= self._next_audit_at.get(
-                node.peer_id, 0.0
-            ):
-                self._next_audit_at[node.peer_id] = self._clock() + AUDIT_INTERVAL_S
-                tokens_per_s = await self._audit(node, request)
-                if tokens_per_s is None:
-                    self.claims.record_unmeasurable(node)
-                    self._next_audit_at[node.peer_id] = self._clock() + FAILED_AUDIT_INTERVAL_S
-                    continue
-                # Scaled to the idle node: planning accounts for its load separately.
-                idle_tokens_per_s = tokens_per_s * (1 + node.load)
-                log.info("node_audited", peer=node.peer_id, tokens_per_s=idle_tokens_per_s)
-                self.claims.record_measurement(node.peer_id, idle_tokens_per_s)
-                if node.decode_tokens_per_s > REPORTABLE_RATIO * idle_tokens_per_s:
-                    self._swarm.failure_reporter.record_failure(
-                        request.model_id, node.peer_id, "slow"
-                    )
+            peer = node.peer_id
+            if self._audit is None or self._clock() < self._next_audit_at.get(peer, 0.0):
+                continue
+            self._next_audit_at[peer] = self._clock() + AUDIT_INTERVAL_S
+            tokens_per_s = await self._audit(node, request)
+            if tokens_per_s is None:
+                self.claims.record_unmeasurable(node)
+                self._next_audit_at[peer] = self._clock() + FAILED_AUDIT_INTERVAL_S
+                continue
+            # Scaled to the idle node: planning accounts for its load separately.
+            idle_tokens_per_s = tokens_per_s * (1 + node.load)
+            log.info("node_audited", peer=peer, tokens_per_s=idle_tokens_per_s)
+            self.claims.record_measurement(peer, idle_tokens_per_s)
+            if node.decode_tokens_per_s > REPORTABLE_RATIO * idle_tokens_per_s:
+                self._swarm.failure_reporter.record_failure(request.model_id, peer, "slow")
 
     def expected_step_s(self, view: PlanningView, hops: Hops) -> float | None:
         """Expected seconds of a step through `hops`; None if the view lacks one of their nodes."""

@@ -70,6 +70,13 @@ MAX_RETRY_AFTER_S = 5.0
 """Upper bound of a node's `retry_after_s`."""
 
 
+_EPOCH_ANSWERS: dict[type[Message], type[Linked | RolledBack | Reordered]] = {
+    Link: Linked,
+    Rollback: RolledBack,
+    Reorder: Reordered,
+}
+
+
 class LinkState(Enum):
     SERVING = "serving"
     TOO_SLOW = "too slow"
@@ -188,7 +195,7 @@ class HopLink:
         """Connect the node with its neighbours for an epoch. Raises `PeerUnreachableError`, and
         `RemoteError`, with "downstream_lost" where the node could not reach the next one.
         """
-        await self._start_epoch(message, Linked)
+        await self.start_epoch(message)
         self.downstream_lost_reason = None
         if message.upstream is None:
             request = self._request
@@ -199,18 +206,10 @@ class HopLink:
                 self.fail(str(error))
                 raise PeerUnreachableError(str(error)) from error
 
-    async def rollback(self, message: Rollback) -> None:
-        await self._start_epoch(message, RolledBack)
-
-    async def reorder(self, message: Reorder) -> None:
-        await self._start_epoch(message, Reordered)
-
-    async def _start_epoch(
-        self,
-        message: Link | Rollback | Reorder,
-        expected: type[Linked | RolledBack | Reordered],
-    ) -> None:
+    async def start_epoch(self, message: Link | Rollback | Reorder) -> None:
+        """Send a message that begins an epoch. Raises `RemoteError`, `PeerUnreachableError`."""
         answer = await self._exchange(message, LINK_TIMEOUT_S)
+        expected = _EPOCH_ANSWERS[type(message)]
         if not isinstance(answer, expected) or answer.epoch != message.epoch:
             raise self._fail_unexpected(answer)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 from nesa_node.client.recovery.failure_detector import FailureDetector, FaultAttribution
 from nesa_node.client.recovery.replacement_search import ReplacementSearch
@@ -152,8 +151,7 @@ class SessionRoute:
         self.prefix_start.truncate(lengths)
         self.successors.truncate(lengths)
         message = Rollback(epoch=self.epoch, lengths=tuple(lengths))
-        with self._waiting_for("the nodes to roll back"):
-            await self._run_requests(self.links, [link.rollback(message) for link in self.links])
+        await self._start_epoch(message, "the nodes to roll back")
 
     async def reorder(self, sources: Sequence[int]) -> None:
         """Let each row continue as a copy of row `sources[row]` at every node.
@@ -164,8 +162,7 @@ class SessionRoute:
         self.prefix_start.reorder(sources)
         self.successors.truncate([0] * self._request.rows)
         message = Reorder(epoch=self.epoch, sources=tuple(sources))
-        with self._waiting_for("the nodes to reorder rows"):
-            await self._run_requests(self.links, [link.reorder(message) for link in self.links])
+        await self._start_epoch(message, "the nodes to reorder rows")
 
     async def leave_all_nodes(self) -> None:
         """Close all links and take a new session id; lost nodes are avoided in the next rebuild."""
@@ -310,9 +307,11 @@ class SessionRoute:
             del results  # it refers to the raised error, and its traceback to this frame
             raise failures.pop(0)
 
-    def _waiting_for(self, what: str) -> AbstractContextManager[object]:
+    async def _start_epoch(self, message: Rollback | Reorder, what: str) -> None:
         peers = [link.hop.peer_id for link in self.links]
-        return track_wait(what, blocks=(self._request.span,), peers=peers, limit_s=LINK_TIMEOUT_S)
+        with track_wait(what, blocks=(self._request.span,), peers=peers, limit_s=LINK_TIMEOUT_S):
+            requests = [link.start_epoch(message) for link in self.links]
+            await self._run_requests(self.links, requests)
 
     async def _close_links(self, links: Sequence[HopLink], prefix: Prefix = ()) -> None:
         gone = list(links)
