@@ -1,15 +1,13 @@
-"""State and dependencies that endpoints share: models, configuration, limits of keys.
-
-Token usage of a request.
-"""
+"""State and dependencies that endpoints share: models, configuration, usage of tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends
@@ -17,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nesa_node import __version__
-from nesa_node.api.generation.job import GenerationEvent, PrefillDone
+from nesa_node.api.generation.job import GenerationEvent, Job, PrefillDone
+from nesa_node.api.models.jobs import RunJobs, run_jobs
 from nesa_node.api.models.registry import ModelRegistry
 from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
 from nesa_node.api.request_telemetry import USAGE_STATE_KEY
@@ -26,7 +25,7 @@ from nesa_node.api.responses.in_flight import GracefulShutdown
 from nesa_node.api.schemas.chat_template import Render
 from nesa_node.core.ids import ModelId
 from nesa_node.core.settings.models import GatewayConfig
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import HttpProblem, invalid_request
 from nesa_node.web.rate_limits import Allowance
 
 if TYPE_CHECKING:
@@ -91,14 +90,14 @@ class UsageCounter:
 
 @dataclass(frozen=True, slots=True)
 class PendingResponse:
-    """Response of a request, not yet computed: JSON by `whole`, or server-sent events by `events`.
+    """Response of a request, not yet computed: JSON, or server-sent events.
 
-    `failed` encodes an error within a stream; None: OpenAI's error event.
+    `error_event` encodes an error within a stream.
     """
 
     build_json: Callable[[], Awaitable[Mapping[str, Any]]]
     stream_events: Callable[[], AsyncGenerator[bytes, None]]
-    error_event: Callable[[HttpProblem], bytes] | None = None
+    error_event: Callable[[HttpProblem], bytes] = error_events
 
 
 Prepare = Callable[["ServedModel"], Awaitable[PendingResponse]]
@@ -136,51 +135,33 @@ class Gateway:
                     yield data
 
         def failed(problem: HttpProblem) -> bytes:
-            tell = (ready[0].error_event if ready else None) or error_events
-            return tell(problem)
+            return (ready[0].error_event if ready else error_events)(problem)
 
-        return (
-            self.respond_stream(events, error_event=failed) if stream else self.respond_json(whole)
-        )
-
-    def respond_json(self, work: Callable[[], Awaitable[Mapping[str, Any]]]) -> Response:
-        """HTTP response with the JSON that `work` returns: see `answers.chunked_json_response`."""
-        return ComputedJsonResponse(work, self.shutdown)
-
-    def respond_stream(
-        self,
-        make: Callable[[], AsyncGenerator[bytes, None]],
-        *,
-        error_event: Callable[[HttpProblem], bytes] | None = None,
-    ) -> Response:
-        """HTTP response with the server-sent events that `make` yields."""
+        if not stream:
+            return ComputedJsonResponse(whole, self.shutdown)
         return SseResponse(
-            make, self.shutdown, keepalive_s=self.config.keepalive_s, error_event=error_event
+            events, self.shutdown, keepalive_s=self.config.keepalive_s, error_event=failed
         )
 
     async def get_model(self, name: str | None) -> ServedModel:
         """Open model called `name`; None: the only one. Raises `HttpProblem` and `NesaError`."""
-        return await self.models.get(self._require_name(name))
-
-    def _require_name(self, name: str | None) -> str | None:
         entries = self.models.entries()
         if name is None and len(entries) > 1:
             offered = ", ".join(entry.name for entry in entries[:20])
-            raise HttpProblem(
-                400,
+            raise invalid_request(
                 f"model is required, since several are served: {offered}",
-                code="missing_required_parameter",
                 param="model",
+                code="missing_required_parameter",
             )
-        return name
+        return await self.models.get(name)
 
     def template_renderer(self) -> Render | None:
         """Renderer of untrusted chat templates in a child process; None: models are trusted."""
         return self.templates.render if self.models.discovers else None
 
-    async def watch_blocks(self, model: ServedModel) -> None:
-        """Run until cancelled; raise `MissingBlocksError` once no node holds a block of `model`."""
-        await self.models.watch_blocks(model.model_id)
+    def job_runner(self, model: ServedModel, jobs: Sequence[Job]) -> RunJobs:
+        """Runner of `jobs`, which fail at once if blocks of `model` are missing."""
+        return partial(run_jobs, model, jobs, partial(self.models.watch_blocks, model.model_id))
 
 
 def _get_gateway(request: Request) -> Gateway:

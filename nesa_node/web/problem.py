@@ -68,6 +68,13 @@ class HttpProblem(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
+def invalid_request(
+    message: str, *, param: str | None = None, code: str = "invalid_value"
+) -> HttpProblem:
+    """HTTP error 400 of a request; `param` is the field that is wrong."""
+    return HttpProblem(400, message, code=code, param=param)
+
+
 DISCARD_TIMEOUT_S = 2.0
 MAX_DISCARDED_BYTES = 64 * 2**20
 

@@ -1,7 +1,4 @@
-"""Endpoint `POST /v1/chat/completions`.
-
-Responses of `POST /v1/chat/completions`: one JSON object, or chunks.
-"""
+"""Endpoint `POST /v1/chat/completions`, which answers with one JSON object or with chunks."""
 
 from __future__ import annotations
 
@@ -26,18 +23,16 @@ from nesa_node.api.gateway import (
 )
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
 from nesa_node.api.generation.tokenization import offload_if_large
-from nesa_node.api.models.jobs import RunJobs, check_prompt, run_jobs
+from nesa_node.api.models.jobs import RunJobs, check_prompt
 from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
-from nesa_node.api.responses import token_logprobs as chances
 from nesa_node.api.responses.http_responses import DONE_EVENT, new_id, sse_event
-from nesa_node.api.responses.token_logprobs import reserve_logprobs
+from nesa_node.api.responses.token_logprobs import encode_chat_logprobs, reserve_logprobs
 from nesa_node.api.schemas.chat_request import ChatCompletionRequest, Tool, ToolChoice
 from nesa_node.api.schemas.chat_template import chat_prompt, find_template
 from nesa_node.api.schemas.generation_request import (
     GrammarCheck,
     check_grammar,
     checked_grammar,
-    default_tokens_per_choice,
     merge_aliases,
     requested_schema,
     resolve_max_tokens,
@@ -45,7 +40,7 @@ from nesa_node.api.schemas.generation_request import (
 from nesa_node.api.schemas.request_body import body_dependency
 from nesa_node.api.schemas.tool_calls import ToolCallParser, detect_call_format, forced_call_grammar
 from nesa_node.web.authenticator import current_caller
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import invalid_request
 
 if TYPE_CHECKING:
     from nesa_node.api.models.served_model import ServedModel
@@ -53,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _ChatChoice:
-    """State of one choice; `reader` is set if the answer may call tools."""
+    """State of one choice; `parser` is set if the answer may call tools."""
 
     parser: ToolCallParser | None
     text: list[str] = field(default_factory=list)
@@ -76,7 +71,7 @@ class _ChatChoice:
         text, calls, reason = self.parse(delta)
         self.text.append(text)
         if with_logprobs:
-            self.logprobs += chances.encode_chat_logprobs(delta.tokens)
+            self.logprobs += encode_chat_logprobs(delta.tokens)
         self.tool_calls += calls
         self.finish_reason = reason
 
@@ -137,7 +132,7 @@ class ChatCompletionBuilder:
         text, calls, reason = self._choices[delta.index].parse(delta)
         logprobs = None
         if self._logprobs and delta.tokens:
-            logprobs = _logprobs_object(chances.encode_chat_logprobs(delta.tokens))
+            logprobs = _logprobs_object(encode_chat_logprobs(delta.tokens))
         chunks = []
         if text or logprobs is not None:
             chunks.append(self._chunk_event(delta.index, {"content": text}, logprobs, None, rest))
@@ -216,7 +211,7 @@ async def _prepare(
         usage=usage.start(model.name, len(job.prompt)),
         make_parser=_tool_call_parser(model, tools) if tools else None,
     )
-    run = partial(run_jobs, model, [job], gateway.watch_blocks)
+    run = gateway.job_runner(model, [job])
     return PendingResponse(
         partial(answer.build_json, run),
         partial(answer.stream_chunks, run, with_usage=body.wants_usage),
@@ -227,7 +222,7 @@ def _callable_tools(body: ChatCompletionRequest) -> list[Tool]:
     """Tools that the model may call. Raises `HttpProblem` for a `tool_choice` without tools."""
     tools = body.tools or []
     if not tools and body.tool_choice not in (None, "none", "auto"):
-        raise HttpProblem(400, "tool_choice needs tools", code="invalid_value", param="tool_choice")
+        raise invalid_request("tool_choice needs tools", param="tool_choice")
     return [] if body.tool_choice == "none" else tools
 
 
@@ -245,6 +240,7 @@ async def _make_job(
     asked = merge_aliases(
         body.max_tokens, body.max_completion_tokens, ("max_tokens", "max_completion_tokens")
     )
+    n = body.n or 1
     top, sampling = body.requested_logprobs(), body.sampling(model.vocab_size, model.defaults)
     grammar = await _answer_grammar(model, body, tools, gateway.grammars.check)
     prompt = await chat_prompt(
@@ -257,14 +253,9 @@ async def _make_job(
     return Job(
         prompt=check_prompt(model, prompt, "messages"),
         max_tokens=resolve_max_tokens(
-            len(prompt),
-            asked,
-            context_length=model.context_length,
-            cap=gateway.config.max_new_tokens,
-            default=default_tokens_per_choice(gateway.config.default_new_tokens, body.n or 1),
-            param="messages",
+            prompt, asked, model.context_length, gateway.config, choices=n, param="messages"
         ),
-        n=body.n or 1,
+        n=n,
         sampling=sampling,
         stop=body.stop_texts(),
         ignore_eos=bool(body.ignore_eos),

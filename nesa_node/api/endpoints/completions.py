@@ -1,7 +1,4 @@
-"""Endpoint `POST /v1/completions`.
-
-Responses of `POST /v1/completions`: one JSON object, or chunks.
-"""
+"""Endpoint `POST /v1/completions`, which answers with one JSON object or with chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from nesa_node.api.gateway import (
 )
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
 from nesa_node.api.generation.tokenization import decode_all, offload_if_large
-from nesa_node.api.models.jobs import JobEvent, RunJobs, run_jobs, tokenize_prompts
+from nesa_node.api.models.jobs import JobEvent, RunJobs, tokenize_prompts
 from nesa_node.api.openapi import Completion, describe
 from nesa_node.api.responses.http_responses import DONE_EVENT, new_id, sse_event
 from nesa_node.api.responses.token_logprobs import CompletionLogprobsEncoder, reserve_logprobs
@@ -184,7 +181,7 @@ async def _prepare(
         with_logprobs=body.logprobs is not None,
         usage=usage.start(model.name, sum(len(job.prompt) for job in jobs)),
     )
-    run = partial(run_jobs, model, jobs, gateway.watch_blocks)
+    run = gateway.job_runner(model, jobs)
     return PendingResponse(
         partial(answer.build_json, run),
         partial(answer.stream_chunks, run, with_usage=body.wants_usage),
@@ -206,12 +203,7 @@ async def _make_jobs(
         Job(
             prompt=tokens,
             max_tokens=resolve_max_tokens(
-                len(tokens),
-                asked,
-                context_length=model.context_length,
-                cap=gateway.config.max_new_tokens,
-                default=None,
-                param="prompt",
+                tokens, asked, model.context_length, gateway.config, param="prompt"
             ),
             n=body.n or 1,
             sampling=sampling,

@@ -17,6 +17,7 @@ from nesa_node.api.gateway import Gateway, GatewayOf, UsageCounter, UsageOf
 from nesa_node.api.models.cancellation import cancel_when
 from nesa_node.api.models.jobs import tokenize_prompts
 from nesa_node.api.openapi import EmbeddingList, describe
+from nesa_node.api.responses.http_responses import ComputedJsonResponse
 from nesa_node.api.responses.in_flight import reserve_memory
 from nesa_node.api.schemas.generation_request import Tokens, as_list
 from nesa_node.api.schemas.request_body import (
@@ -27,7 +28,7 @@ from nesa_node.api.schemas.request_body import (
     Text,
     body_dependency,
 )
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import invalid_request
 
 if TYPE_CHECKING:
     from nesa_node.api.models.served_model import ServedModel
@@ -70,25 +71,23 @@ async def embed(
     total = sum(map(len, inputs))
     longest = max(map(len, inputs))
     if longest > model.context_length or total > MAX_INPUT_TOKENS:
-        raise HttpProblem(
-            400,
+        raise invalid_request(
             f"This model's maximum context length is {model.context_length} tokens, and at most "
             f"{MAX_INPUT_TOKENS} go into one request; the longest input has {longest}, all have "
             f"{total}.",
-            code="context_length_exceeded",
             param="input",
+            code="context_length_exceeded",
         )
     if len(inputs) * model.hidden_size > MAX_OUTPUT_NUMBERS:
-        raise HttpProblem(
-            400,
+        raise invalid_request(
             f"input: this model's embeddings have {model.hidden_size} numbers, so at most "
             f"{MAX_OUTPUT_NUMBERS // model.hidden_size} inputs go into one request; it has "
             f"{len(inputs)}",
-            code="invalid_value",
             param="input",
         )
     reserve_memory(len(inputs) * (4 * model.hidden_size + _TENSOR_OVERHEAD_BYTES))
-    return gateway.respond_json(partial(_compute, gateway, usage, model, body, inputs))
+    compute = partial(_compute, gateway, usage, model, body, inputs)
+    return ComputedJsonResponse(compute, gateway.shutdown)
 
 
 async def _compute(
@@ -100,7 +99,8 @@ async def _compute(
 ) -> dict[str, Any]:
     tokens = sum(map(len, inputs))
     usage.start(model.name, tokens)
-    async with usage.charge_prompt_on_cancel(), cancel_when(gateway.watch_blocks(model)):
+    watching = gateway.models.watch_blocks(model.model_id)
+    async with usage.charge_prompt_on_cancel(), cancel_when(watching):
         vectors = await model.embed(inputs)
     usage.charge(tokens)
     return {
@@ -121,5 +121,5 @@ def _embedding_objects(
 
 
 def _encode_base64(vector_D: torch.Tensor) -> str:
-    """Base64 of `vector_D` as little-endian float32."""
+    """Base64 of little-endian float32."""
     return base64.b64encode(vector_D.numpy().astype("<f4").tobytes()).decode()

@@ -1,7 +1,4 @@
-"""Endpoint `POST /v1/responses`: text only, and without state between requests.
-
-Responses of `POST /v1/responses`: one JSON object, or typed events.
-"""
+"""Endpoint `POST /v1/responses`: text only, and without state between requests."""
 
 from __future__ import annotations
 
@@ -16,11 +13,10 @@ from starlette.responses import Response
 
 from nesa_node.api.gateway import Gateway, GatewayOf, PendingResponse, UsageCounter, UsageOf
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
-from nesa_node.api.models.jobs import RunJobs, check_prompt, run_jobs
+from nesa_node.api.models.jobs import RunJobs, check_prompt
 from nesa_node.api.openapi import ResponseEvent, ResponseObject, describe
-from nesa_node.api.responses import token_logprobs as chances
 from nesa_node.api.responses.http_responses import named_sse_event, new_id
-from nesa_node.api.responses.token_logprobs import reserve_logprobs
+from nesa_node.api.responses.token_logprobs import encode_chat_logprobs, reserve_logprobs
 from nesa_node.api.schemas.chat_template import chat_prompt
 from nesa_node.api.schemas.generation_request import checked_grammar, resolve_max_tokens
 from nesa_node.api.schemas.request_body import body_dependency
@@ -82,7 +78,7 @@ class ResponseBuilder:
         if isinstance(event, PrefillDone):
             return []
         self._text.append(event.text)
-        logprobs = chances.encode_chat_logprobs(event.tokens) if self._with_logprobs else []
+        logprobs = encode_chat_logprobs(event.tokens) if self._with_logprobs else []
         self._token_logprobs += logprobs
         if event.finish_reason is not None:
             self._status = "incomplete" if event.finish_reason == "length" else "completed"
@@ -200,7 +196,7 @@ async def _prepare(
     # The answer does not repeat the input, so its memory is freed.
     body = body.model_copy(update={"model": body.model or model.name, "input": ""})
     answer = ResponseBuilder(body, job, usage=usage.start(model.name, len(job.prompt)))
-    run = partial(run_jobs, model, [job], gateway.watch_blocks)
+    run = gateway.job_runner(model, [job])
     return PendingResponse(
         partial(answer.build_json, run), partial(answer.stream_events, run), answer.failed_event
     )
@@ -220,12 +216,7 @@ async def _make_job(gateway: Gateway, model: ServedModel, body: ResponsesRequest
     return Job(
         prompt=check_prompt(model, prompt, "input"),
         max_tokens=resolve_max_tokens(
-            len(prompt),
-            body.max_output_tokens,
-            context_length=model.context_length,
-            cap=gateway.config.max_new_tokens,
-            default=gateway.config.default_new_tokens,
-            param="input",
+            prompt, body.max_output_tokens, model.context_length, gateway.config, param="input"
         ),
         sampling=body.sampling(model.defaults),
         top_logprobs=top,

@@ -22,7 +22,7 @@ from nesa_node.api.schemas.chat_request import (
 from nesa_node.api.schemas.chat_template import chat_prompt
 from nesa_node.api.schemas.generation_request import MAX_PROMPT_TOKENS
 from nesa_node.api.schemas.request_body import Name, RequestBody, Text, TokenId, body_dependency
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import invalid_request
 
 router = APIRouter()
 
@@ -61,17 +61,13 @@ async def tokenize(
     body: Annotated[TokenizeRequest, body_dependency(TokenizeRequest)],
 ) -> Response:
     if (body.prompt is None) == (body.messages is None):
-        raise HttpProblem(
-            400, "prompt or messages: give one of them", code="invalid_value", param="prompt"
-        )
+        raise invalid_request("prompt or messages: give one of them", param="prompt")
     model = await gateway.models.get(body.model)
     if body.messages is not None:
         continued = bool(body.continue_final_message)
         if continued and body.add_generation_prompt:
-            raise HttpProblem(
-                400,
+            raise invalid_request(
                 "add_generation_prompt and continue_final_message exclude each other",
-                code="invalid_value",
                 param="continue_final_message",
             )
         tokens = await chat_prompt(
@@ -85,11 +81,10 @@ async def tokenize(
             render=gateway.template_renderer(),
         )
     else:
-        special = body.add_special_tokens is not False
         tokens = await encode(
             model.tokenizer,
             body.prompt or "",
-            add_special_tokens=special,
+            add_special_tokens=body.add_special_tokens is not False,
             max_tokens=MAX_PROMPT_TOKENS,
             param="prompt",
         )
@@ -119,12 +114,7 @@ async def detokenize(
 ) -> Response:
     model = await gateway.models.get(body.model)
     if body.tokens and max(body.tokens) >= model.vocab_size:
-        raise HttpProblem(
-            400,
-            f"tokens: the model has no token {max(body.tokens)}",
-            code="invalid_value",
-            param="tokens",
-        )
+        raise invalid_request(f"tokens: the model has no token {max(body.tokens)}", param="tokens")
     usage.charge(len(body.tokens))
     (text,) = await decode_all(model.tokenizer, [body.tokens], param="tokens")
     return json_response({"prompt": text})

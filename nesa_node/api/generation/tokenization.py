@@ -1,15 +1,4 @@
-"""Tokenization that neither blocks the event loop nor exhausts memory.
-
-Incremental detokenization: text of tokens as they come, which later tokens do not change.
-
-A token's text may depend on its neighbours: characters of several tokens, and spaces that the
-tokenizer strips or merges. A window of the last tokens is decoded again with each new token, and
-the part of its text that is final is returned.
-
-Bytes of tokens, which need not be whole characters.
-
-Detection of stop texts in a stream of text.
-"""
+"""Tokenization that neither blocks the event loop nor exhausts memory; detokenization."""
 
 from __future__ import annotations
 
@@ -27,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from nesa_node.api.processes.fair_threads import FairThreadPool
 from nesa_node.api.processes.template_program import MAX_TEXT_CHARS
 from nesa_node.web.authenticator import current_caller
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import invalid_request
 
 MAX_LOCKED_DECODE_CHARS = 1 << 16
 """Limit on text decoded while holding the GIL: 2 ms, or 20 ms with an unusual tokenizer."""
@@ -70,7 +59,12 @@ class DetokenizerRules:
 
 
 class IncrementalDetokenizer:
-    """Incremental text of one answer; the returned texts are `rules.decode` of all tokens."""
+    """Incremental text of one answer; the returned texts are `rules.decode` of all tokens.
+
+    A token's text may depend on its neighbours: characters of several tokens, and spaces that the
+    tokenizer strips or merges. A window of the last tokens is decoded again with each new token,
+    and the part of its text that is final is returned.
+    """
 
     def __init__(self, rules: DetokenizerRules) -> None:
         self._rules = rules
@@ -211,7 +205,7 @@ class StopTextFilter:
         self.has_stopped = False
 
     def append(self, text: str) -> str:
-        """Add text; return what no stop text can include. Not to be called after `found`."""
+        """Add text; return what no stop text can include. Not to be called after `has_stopped`."""
         if not self._stops:
             return text
         text = self._pending + text
@@ -283,16 +277,15 @@ def encode_blocking(
 ) -> list[int]:
     """Tokens of `text`, computed in this thread.
 
-    A text is tokenized in pieces first, and refused as soon as it has far more than `most` tokens,
-    since a token takes a hundred times the memory of a character. Slightly more than `most` tokens
+    A text is tokenized in pieces first, and refused as soon as it has far more than `max_tokens`,
+    since a token takes a hundred times the memory of a character. Slightly more than `max_tokens`
     may be returned. Raises `HttpProblem` about `param`, the field of the text.
     """
     if len(text) > MAX_TEXT_CHARS:
-        raise HttpProblem(
-            400,
+        raise invalid_request(
             f"{param}: a text of {len(text)} characters; at most {MAX_TEXT_CHARS} are split here",
-            code="context_length_exceeded",
             param=param,
+            code="context_length_exceeded",
         )
     max_tokens = min(max_tokens, _MAX_TOKENS)
     if len(text) > max(max_tokens, _MAX_INLINE_CHARS):
@@ -304,11 +297,9 @@ async def decode_all(tokenizer: Any, prompts: Sequence[Sequence[int]], *, param:
     """Texts of `prompts`; `HttpProblem` for more than `MAX_TEXT_CHARS` characters together."""
     sizes = await offload_if_large(sum(map(len, prompts)), lambda: _count_chars(tokenizer, prompts))
     if (length := sum(sizes)) > MAX_TEXT_CHARS:
-        raise HttpProblem(
-            400,
+        raise invalid_request(
             f"{param}: these tokens make a text of about {length} characters; at most "
             f"{MAX_TEXT_CHARS} are joined here",
-            code="invalid_value",
             param=param,
         )
 
@@ -347,17 +338,15 @@ def _check_token_count(tokenizer: Any, text: str, max_tokens: int, param: str) -
         count += len(_tokenize(tokenizer, text[at : at + _PIECE_CHARS], False))
         allowed += _MAX_CUT_TOKENS
         if count > allowed:
-            raise HttpProblem(
-                400,
+            raise invalid_request(
                 f"This model's maximum context length is {max_tokens} tokens, and this text of "
                 f"{len(text)} characters has more.",
-                code="context_length_exceeded",
                 param=param,
+                code="context_length_exceeded",
             )
 
 
 def _tokenize(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
-        "input_ids"
-    ]
+    made = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+    ids: list[int] = made["input_ids"]
     return ids

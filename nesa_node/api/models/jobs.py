@@ -1,19 +1,16 @@
-"""Concurrent jobs of a request, as one stream of events.
-
-Tokenization and checks of prompts, given as text or as tokens.
-"""
+"""Jobs of a request: their prompts, and their events as one stream."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nesa_node.api.generation.job import GenerationEvent, Job
 from nesa_node.api.generation.tokenization import encode_blocking, offload_if_large
 from nesa_node.api.models.cancellation import cancel_when
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import invalid_request
 
 if TYPE_CHECKING:
     from nesa_node.api.models.served_model import ServedModel
@@ -28,25 +25,19 @@ JobEvent = tuple[int, GenerationEvent]
 RunJobs = Callable[[], AbstractAsyncContextManager[AsyncIterator[JobEvent]]]
 
 
-class ModelCheck(Protocol):
-    """Check that a model can be computed: raises `HttpProblem` or `NesaError` once it cannot."""
-
-    def __call__(self, model: ServedModel) -> Coroutine[Any, Any, None]: ...
-
-
 @asynccontextmanager
 async def run_jobs(
-    model: ServedModel, jobs: Sequence[Job], check_model: ModelCheck
+    model: ServedModel, jobs: Sequence[Job], watch_blocks: Callable[[], Coroutine[Any, Any, None]]
 ) -> AsyncIterator[AsyncIterator[JobEvent]]:
     """Events of all `jobs` as they come, each with the index of its job.
 
-    Until the first event, an error of `check_model` cancels the jobs. Leaving the context ends all
+    Until the first event, an error of `watch_blocks` cancels the jobs. Leaving the context ends all
     sessions. An error of a job is raised and cancels the remaining jobs.
     """
     begun = asyncio.Event()
     async with (
         _convert_grammar_errors(jobs),
-        cancel_when(_run_until(begun, lambda: check_model(model))),
+        cancel_when(_run_until(begun, watch_blocks)),
     ):
         if len(jobs) == 1:
             async with model.generate(jobs[0]) as events:
@@ -65,9 +56,7 @@ async def _convert_grammar_errors(jobs: Sequence[Job]) -> AsyncIterator[None]:
     except ValueError as error:
         if jobs[0].grammar is None:
             raise
-        raise HttpProblem(
-            400, f"the format cannot be followed: {str(error)[:500]}", code="invalid_value"
-        ) from None
+        raise invalid_request(f"the format cannot be followed: {str(error)[:500]}") from None
 
 
 async def _tag_events(
@@ -147,18 +136,15 @@ def _tokenize_prompt(model: ServedModel, prompt: str | list[int], param: str) ->
 
 
 def check_prompt(model: ServedModel, prompt: Sequence[int], param: str) -> tuple[int, ...]:
-    """Prompt with at least one token, all in the model's vocabulary. Raises `HttpProblem`
-    otherwise.
+    """Raise `HttpProblem` for a prompt without tokens, or with tokens that the model lacks.
 
-    Chat templates may return an empty text, and tokenizers tokens that the model lacks.
+    Chat templates may return an empty text, and tokenizers such tokens.
     """
     if not prompt:
-        raise HttpProblem(400, f"{param}: it has no tokens", code="invalid_value", param=param)
+        raise invalid_request(f"{param}: it has no tokens", param=param)
     if max(prompt) >= model.vocab_size:
-        raise HttpProblem(
-            400,
+        raise invalid_request(
             f"{param}: the model has no token {max(prompt)}, its last is {model.vocab_size - 1}",
-            code="invalid_value",
             param=param,
         )
     return tuple(prompt)

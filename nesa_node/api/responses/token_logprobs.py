@@ -10,7 +10,7 @@ import msgspec
 
 from nesa_node.api.generation.job import CandidateToken, Job, SequenceToken
 from nesa_node.api.responses.in_flight import reserve_memory
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import invalid_request
 
 MAX_LOGPROBS = 1 << 20
 """Limit on the log probabilities of one request."""
@@ -32,11 +32,9 @@ def reserve_logprobs(jobs: Sequence[Job], *, param: str) -> None:
     asked = [job for job in jobs if job.top_logprobs is not None]
     count = sum(_count_tokens(job) * (1 + (job.top_logprobs or 0)) for job in asked)
     if count > MAX_LOGPROBS:
-        raise HttpProblem(
-            400,
+        raise invalid_request(
             f"{param}: this asks for up to {count} log probabilities, {MAX_LOGPROBS} are allowed; "
             "ask for fewer answers, prompts, tokens or log probabilities",
-            code="invalid_value",
             param=param,
         )
     tokens = sum(map(_count_tokens, asked))

@@ -20,7 +20,7 @@ from nesa_node.api.schemas.request_body import (
     accept_part_types,
     missing_field_error,
 )
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import invalid_request
 
 MAX_MESSAGES = 4096
 MAX_MESSAGE_PARTS = 1024
@@ -176,7 +176,5 @@ class ChatCompletionRequest(SamplingRequest):
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
-            raise HttpProblem(
-                400, "top_logprobs needs logprobs", code="invalid_value", param="top_logprobs"
-            )
+            raise invalid_request("top_logprobs needs logprobs", param="top_logprobs")
         return None

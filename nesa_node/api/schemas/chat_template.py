@@ -14,7 +14,7 @@ from nesa_node.api.generation.tokenization import encode, offload_if_large
 from nesa_node.api.processes.template_program import REFUSAL_ERRORS, describe_refusal
 from nesa_node.api.schemas.chat_request import ChatMessage, Tool
 from nesa_node.api.schemas.request_body import find_json_excess
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import invalid_request
 
 _CHARS_PER_MESSAGE = 64
 """Cost of rendering a message or a tool call, in characters that take as long."""
@@ -73,7 +73,11 @@ async def chat_prompt(
                 )
             )
     except REFUSAL_ERRORS as error:
-        raise _template_problem(error, param) from None
+        raise invalid_request(
+            f"the model's chat template refuses these messages: {describe_refusal(error)}",
+            param=param,
+            code="template_error",
+        ) from None
     return await encode(
         tokenizer, text, add_special_tokens=add_special_tokens, max_tokens=max_tokens, param=param
     )
@@ -82,10 +86,8 @@ async def chat_prompt(
 def _dump_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Tools as dicts for the template. Raises `HttpProblem` if their parameters are too large."""
     if exceeds_json_chars([tool.function.parameters for tool in tools], _MAX_TOOLS_CHARS):
-        raise HttpProblem(
-            400,
+        raise invalid_request(
             f"tools: their parameters have more than {_MAX_TOOLS_CHARS} characters: send less",
-            code="invalid_value",
             param="tools",
         )
     return [tool.model_dump(exclude_none=True) for tool in tools]
@@ -109,19 +111,17 @@ def find_template(tokenizer: Any, with_tools: bool, param: str = "messages") -> 
     if isinstance(template, dict):
         template = (with_tools and template.get("tool_use")) or template.get("default")
     if not isinstance(template, str):
-        raise HttpProblem(
-            400,
+        raise invalid_request(
             "the model has no chat template, so that it cannot chat: use /v1/completions",
-            code="no_chat_template",
             param=param,
+            code="no_chat_template",
         )
     if with_tools and "tools" not in template:
-        raise HttpProblem(
-            400,
+        raise invalid_request(
             "tools error: the model's chat template knows no tools; leave tools away, or choose "
             "a model that was trained to call them",
-            code="unsupported_parameter",
             param="tools",
+            code="unsupported_parameter",
         )
     return template
 
@@ -134,15 +134,6 @@ def _encode_render_call(tokenizer: Any, template: str, asked: dict[str, Any]) ->
     conversations = [asked.pop("conversation")]
     given = {**special, **asked, "conversations": conversations, "chat_template": template}
     return json.dumps(given).encode()
-
-
-def _template_problem(error: BaseException, param: str) -> HttpProblem:
-    return HttpProblem(
-        400,
-        f"the model's chat template refuses these messages: {describe_refusal(error)}",
-        code="template_error",
-        param=param,
-    )
 
 
 def _to_template_messages(

@@ -1,16 +1,10 @@
-"""Fields shared by chats and completions: sampling parameters, stop texts, streaming.
-
-Default sampling parameters of a model, from its generation_config.json.
-
-Field `response_format`, and the grammar of the JSON schema that it asks for.
-
-Request body of `POST /v1/completions`.
-"""
+"""Fields shared by chats and completions, defaults of a model, and the body of completions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, ValidationInfo
@@ -41,10 +35,12 @@ from nesa_node.api.schemas.request_body import (
     limit_entries,
 )
 from nesa_node.core.logging import get_logger
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import HttpProblem, invalid_request
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+    from nesa_node.core.settings.models import GatewayConfig
 
 
 MAX_CHOICES = 128
@@ -112,20 +108,14 @@ class SamplingRequest(RequestBody):
         """
         bias = {int(key): value for key, value in (self.logit_bias or {}).items()}
         if bias and max(bias) >= vocab_size:
-            raise HttpProblem(
-                400,
+            raise invalid_request(
                 f"logit_bias: the model has no token {max(bias)}, its last is {vocab_size - 1}",
-                code="invalid_value",
                 param="logit_bias",
             )
-        return SamplingParams(
-            temperature=_or_default(self.temperature, defaults.temperature),
-            top_p=_or_default(self.top_p, defaults.top_p),
-            top_k=max(_or_default(self.top_k, defaults.top_k), 0),
-            min_p=_or_default(self.min_p, defaults.min_p),
-            repetition_penalty=_or_default(self.repetition_penalty, defaults.repetition_penalty),
-            presence_penalty=_or_default(self.presence_penalty, 0.0),
-            frequency_penalty=_or_default(self.frequency_penalty, 0.0),
+        return replace(
+            override_sampling(defaults, self),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=bias,
             seed=self.seed,
         )
@@ -140,58 +130,44 @@ class SamplingRequest(RequestBody):
 
 
 def resolve_max_tokens(
-    prompt_tokens: int,
+    prompt: Sequence[int],
     requested: int | None,
-    *,
     context_length: int,
-    cap: int | None,
-    default: int | None,
+    config: GatewayConfig,
+    *,
+    choices: int = 1,
     param: str,
 ) -> int:
-    """Limit on new tokens: `requested`, or else the rest of the context, at most `default`.
+    """Limit on new tokens of each of `choices` answers: `requested`, or a default that fits.
 
-    `cap` limits both; the answer then ends with the reason "length". Raises `HttpProblem`, about
-    field `param`, if prompt and answer do not fit into the context.
+    The gateway's limit `max_new_tokens` holds for both; the answer then ends with the reason
+    "length". Nodes reserve cache for all answers in advance, so that more than
+    `MAX_CHOICES_AT_FULL_DEFAULT` answers share the total of that many defaults. Raises
+    `HttpProblem`, about field `param`, if prompt and answer do not fit into the context.
     """
+    prompt_tokens = len(prompt)
     left = context_length - prompt_tokens
     if left < (1 if requested is None else requested):
         wanted = f"{prompt_tokens} in the prompt"
         if requested is not None:
             wanted = f"{prompt_tokens + requested} tokens ({wanted}, {requested} in the answer)"
-        raise HttpProblem(
-            400,
+        raise invalid_request(
             f"This model's maximum context length is {context_length} tokens, and the request "
             f"has {wanted}. Shorten the prompt or the answer.",
-            code="context_length_exceeded",
             param=param,
+            code="context_length_exceeded",
         )
-    wanted_tokens = min(left, default or left) if requested is None else requested
-    return min(wanted_tokens, cap or wanted_tokens)
-
-
-def default_tokens_per_choice(default: int, num_choices: int) -> int:
-    """Default of new tokens for each answer of a request that sets no limit.
-
-    Nodes reserve cache for all answers in advance, so that more than `MAX_CHOICES_AT_FULL_DEFAULT`
-    answers share the total of `MAX_CHOICES_AT_FULL_DEFAULT` defaults.
-    """
-    return max(min(default, default * MAX_CHOICES_AT_FULL_DEFAULT // num_choices), 1)
+    if requested is None:
+        shared = config.default_new_tokens * MAX_CHOICES_AT_FULL_DEFAULT // choices
+        requested = min(left, max(min(config.default_new_tokens, shared), 1))
+    return min(requested, config.max_new_tokens or requested)
 
 
 def merge_aliases(first: int | None, second: int | None, names: Sequence[str]) -> int | None:
     """Value of a field with two names. Raises `HttpProblem` if they differ."""
     if first is not None and second is not None and first != second:
-        raise HttpProblem(
-            400,
-            f"{names[0]} and {names[1]} differ: give one of them",
-            code="invalid_value",
-            param=names[1],
-        )
+        raise invalid_request(f"{names[0]} and {names[1]} differ: give one of them", param=names[1])
     return second if first is None else first
-
-
-def _or_default(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 log = get_logger(__name__)
@@ -203,6 +179,14 @@ _FIELD_TYPES: dict[str, TypeAdapter[Any]] = {
     "min_p": TypeAdapter(MinP),
     "repetition_penalty": TypeAdapter(RepetitionPenalty),
 }
+
+
+def override_sampling(defaults: SamplingParams, body: RequestBody) -> SamplingParams:
+    """`defaults` with the sampling parameters that `body` sets."""
+    fields = {name: getattr(body, name, None) for name in _FIELD_TYPES}
+    given = {name: value for name, value in fields.items() if value is not None}
+    top_k = max(given.pop("top_k", defaults.top_k), 0)
+    return replace(defaults, **given, top_k=top_k)
 
 
 def read_default_sampling(config: GenerationConfig) -> SamplingParams:
@@ -267,11 +251,8 @@ def requested_schema(
         case JsonObject():
             return ANY_OBJECT
         case JsonSchema():
-            return (
-                ANY_OBJECT
-                if response_format.json_schema.schema_ is None
-                else response_format.json_schema.schema_
-            )
+            schema = response_format.json_schema.schema_
+            return ANY_OBJECT if schema is None else schema
     return None
 
 
@@ -300,7 +281,7 @@ async def check_grammar(grammar: str, param: str, check: GrammarCheck) -> None:
 
 
 def _format_problem(param: str, reason: str) -> HttpProblem:
-    return HttpProblem(400, f"{param}: {reason[:1000]}", code="invalid_value", param=param)
+    return invalid_request(f"{param}: {reason[:1000]}", param=param)
 
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -330,25 +311,18 @@ class CompletionRequest(SamplingRequest):
         """Raise `HttpProblem` for fields that contradict each other or exceed limits."""
         n = self.n or 1
         if self.best_of is not None and self.best_of != n:
-            raise HttpProblem(
-                400,
+            raise invalid_request(
                 "best_of: every answer that is generated is returned; give n alone",
-                code="unsupported_parameter",
                 param="best_of",
+                code="unsupported_parameter",
             )
         if self.max_tokens == 0 and not self.echo:
-            raise HttpProblem(
-                400,
-                "max_tokens: 0 asks for nothing unless echo is set",
-                code="invalid_value",
-                param="max_tokens",
+            raise invalid_request(
+                "max_tokens: 0 asks for nothing unless echo is set", param="max_tokens"
             )
         if n * len(self.prompts()) > MAX_CHOICES:
-            raise HttpProblem(
-                400,
-                f"n: at most {MAX_CHOICES} answers at once, over all prompts",
-                code="invalid_value",
-                param="n",
+            raise invalid_request(
+                f"n: at most {MAX_CHOICES} answers at once, over all prompts", param="n"
             )
 
     def prompts(self) -> list[str | list[int]]:

@@ -1,11 +1,7 @@
-"""Types of the fields of request bodies, for validation and for their JSON schema.
+"""Request bodies: types of their fields, and their parsing; `web/body_reader.py` limits their size.
 
 Validation is strict: a string is no number, and true is not 1. 5.0 is accepted as an integer,
 since JSON does not distinguish them.
-
-Parsing of request bodies: from JSON to a `RequestBody`, or a `HttpProblem`.
-
-`web/body_reader.py` limits their size.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ from pydantic_core.core_schema import no_info_plain_validator_function
 from starlette.requests import Request
 
 from nesa_node.api.generation.tokenization import offload_if_large
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import HttpProblem, invalid_request
 
 UNSUPPORTED_CODE = "unsupported_parameter"
 _MAX_EXACT_INT = 2**53
@@ -188,18 +184,14 @@ def body_dependency(kind: type[B]) -> Any:
 def parse_body(kind: type[B], data: bytes) -> B:
     """Parse JSON as a `kind`. Raises `HttpProblem` that names the wrong field."""
     if crowd := find_json_excess(data):
-        raise HttpProblem(
-            400, f"the body has more than {crowd}: send less at once", code="invalid_value"
-        )
+        raise invalid_request(f"the body has more than {crowd}: send less at once")
     try:
         # Refuses NaN, lone surrogates, invalid UTF-8, and nesting beyond 200 levels.
         value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
-        raise HttpProblem(
-            400, f"the body is not valid JSON: {error}", code="invalid_json"
-        ) from None
+        raise invalid_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
-        raise HttpProblem(400, "the body must be a JSON object", code="invalid_type")
+        raise invalid_request("the body must be a JSON object", code="invalid_type")
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -239,19 +231,17 @@ def _to_problem(details: Sequence[ErrorDetails], value: object) -> HttpProblem:
     param = _format_path(keys)
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return HttpProblem(
-            400, f"unknown parameter: {param}", code="unknown_parameter", param=param
-        )
+        return invalid_request(f"unknown parameter: {param}", param=param, code="unknown_parameter")
     if kind == UNSUPPORTED_CODE:
-        return HttpProblem(400, f"{param}: {detail['msg']}", code=UNSUPPORTED_CODE, param=param)
+        return invalid_request(f"{param}: {detail['msg']}", param=param, code=UNSUPPORTED_CODE)
     if kind == "missing":
-        return HttpProblem(
-            400, f"{param} is required", code="missing_required_parameter", param=param
+        return invalid_request(
+            f"{param} is required", param=param, code="missing_required_parameter"
         )
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     words = _MESSAGE_SUBJECT.sub("it should", detail["msg"].removeprefix("Value error, "))
     words = words.replace(" after validation", "")
-    return HttpProblem(400, f"{param or 'the body'}: {words}", code=code, param=param or None)
+    return invalid_request(f"{param or 'the body'}: {words}", param=param or None, code=code)
 
 
 def _path_in_value(loc: Sequence[int | str], value: Any, kind: str) -> tuple[int | str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -21,6 +20,7 @@ from nesa_node.api.schemas.generation_request import (
     Metadata,
     OnlyWithStream,
     PlainText,
+    override_sampling,
 )
 from nesa_node.api.schemas.request_body import (
     AcceptedValues,
@@ -37,7 +37,7 @@ from nesa_node.api.schemas.request_body import (
     accept_part_types,
     missing_field_error,
 )
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import invalid_request
 
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
@@ -177,21 +177,14 @@ class ResponsesRequest(RequestBody):
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """Sampling parameters of the request, with `defaults` for absent fields."""
-        return replace(
-            defaults,
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-        )
+        return override_sampling(defaults, self)
 
     def requested_logprobs(self) -> int | None:
         """Value for `Job.top_logprobs`; `HttpProblem` for `top_logprobs` without `include`."""
         if self.include:
             return self.top_logprobs or 0
         if self.top_logprobs:
-            raise HttpProblem(
-                400,
-                f"top_logprobs needs include: [{LOGPROBS_INCLUDE!r}]",
-                code="invalid_value",
-                param="top_logprobs",
+            raise invalid_request(
+                f"top_logprobs needs include: [{LOGPROBS_INCLUDE!r}]", param="top_logprobs"
             )
         return None

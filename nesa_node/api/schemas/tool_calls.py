@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from nesa_node.api.generation.bounded_json import dump_bounded_json, exceeds_json_chars
 from nesa_node.api.schemas.chat_request import Tool, ToolChoice
 from nesa_node.api.schemas.request_body import find_json_excess
-from nesa_node.web.problem import HttpProblem
+from nesa_node.web.problem import HttpProblem, invalid_request
 
 CallFormat = Literal["tagged", "bare"]
 
@@ -123,10 +123,8 @@ def forced_call_grammar(
     if isinstance(choice, ToolChoice):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
         if not tools:
-            raise HttpProblem(
-                400,
+            raise invalid_request(
                 f"tool_choice names {choice.function.name!r}, which is not among the tools",
-                code="invalid_value",
                 param="tool_choice",
             )
     # Checked before they are copied: they may be as large as a body.
@@ -141,11 +139,9 @@ def forced_call_grammar(
 
 
 def _too_large_problem() -> HttpProblem:
-    return HttpProblem(
-        400,
+    return invalid_request(
         "tools: the schemas of the tools to choose from have more than the "
         f"{MAX_TOOL_SCHEMAS_BYTES} characters that are allowed",
-        code="invalid_value",
         param="tools",
     )
 
