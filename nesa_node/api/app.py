@@ -9,9 +9,14 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nesa_node import __version__
-from nesa_node.api.endpoints import chat, completions, embeddings, responses, tokenization
-from nesa_node.api.endpoints import gateway_info as model_list
-from nesa_node.api.endpoints.gateway_info import docs_route
+from nesa_node.api.endpoints import (
+    chat,
+    completions,
+    embeddings,
+    gateway_info,
+    responses,
+    tokenization,
+)
 from nesa_node.api.gateway import Gateway
 from nesa_node.api.models.registry import ModelRegistry
 from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
@@ -20,7 +25,7 @@ from nesa_node.api.responses.http_responses import install_error_handlers
 from nesa_node.api.responses.in_flight import GracefulShutdown, ResponseMemory
 from nesa_node.core.settings.models import GatewayConfig
 
-_ENDPOINT_MODULES = (chat, completions, embeddings, responses, model_list, tokenization)
+_ENDPOINT_MODULES = (chat, completions, embeddings, responses, gateway_info, tokenization)
 
 
 def make_app(
@@ -33,7 +38,7 @@ def make_app(
     metrics: ASGIApp | None = None,
     pages: Sequence[BaseRoute] = (),
 ) -> FastAPI:
-    """Build the application; `metrics` is served at /metrics, `pages` at their own paths.
+    """Build the application; `metrics`, an object, is served at /metrics, `pages` at their paths.
 
     The caller closes `shutdown` before the server stops, `grammars` and `templates` afterwards.
     The application authorizes nothing: serve it behind `web/server.py`.
@@ -53,8 +58,8 @@ def make_app(
     for endpoint in _ENDPOINT_MODULES:
         app.include_router(endpoint.router)
     if metrics is not None:
-        app.router.routes.append(Route("/metrics", _AsgiEndpoint(metrics), include_in_schema=False))
-    app.router.routes.append(docs_route(app.openapi))
+        app.router.routes.append(Route("/metrics", metrics, include_in_schema=False))
+    app.router.routes.append(gateway_info.docs_route(app.openapi))
     # No mount at "/": it would answer unknown paths, without OpenAI's error format.
     app.router.routes.extend(pages)
     return app
@@ -69,14 +74,4 @@ class _HeadAsGet:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
-        await self._app(scope, receive, send)
-
-
-class _AsgiEndpoint:
-    """ASGI application as an endpoint: starlette takes a plain function for a request handler."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)

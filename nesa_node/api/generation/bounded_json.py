@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
+MAX_SCHEMA_BYTES = 64 * 1024
+"""Limit on the JSON schemas of one grammar: compiling ten times as much takes a minute."""
+WHITESPACE_RULES: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""Options of llguidance: with free white space, small models write nothing else."""
+
 
 def dump_bounded_json(value: Any, max_chars: int, *, compact: bool = False) -> str | None:
-    """JSON of `value`, ASCII with spaces unless `compact`; None for more than `max_chars`
-    characters.
+    """JSON of `value`, ASCII with spaces unless `compact`; None if it exceeds `max_chars`.
 
     `json.dumps` alone would hold the GIL until all of a large value is written. Raises `TypeError`,
     `ValueError` or `RecursionError` for values that JSON cannot represent.

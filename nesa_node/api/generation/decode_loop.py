@@ -1,9 +1,5 @@
 """Generation of one job: prefill of the prompt, then decode steps of all choices together.
 
-Decoding state of one choice of a job.
-
-Tokenizer data of a model that all answers share.
-
 N choices, T tokens, D hidden, V vocabulary.
 """
 
@@ -52,8 +48,6 @@ class Vocabulary:
         vocab_size: int,
     ) -> None:
         """`vocab_size` is the model's: the tokenizer may have fewer tokens."""
-        self.tokenizer = tokenizer
-        self.size = vocab_size
         self.eos_ids = frozenset(_eos_ids(tokenizer, generation_config))
         """Tokens that end an answer, according to the model's files."""
         self.detokenizer_rules = DetokenizerRules(tokenizer)
@@ -98,16 +92,13 @@ class ChoiceDecoder:
         return self._matcher is None and self._sampler.is_argmax
 
     def choose(self, logits_V: Tensor) -> int:
-        """Sample the next token from float32 logits, which are not modified; `append_token` must
-        follow.
-        """
+        """Sample a token, to be appended, from float32 logits, which are not modified."""
         allowed_V = None
         if self._matcher is not None:
             allowed_V = self._matcher.allowed_mask(len(logits_V), logits_V.device)
         return self._sampler.choose(logits_V, allowed_V)
 
     def append_token(self, chosen: SequenceToken) -> Delta:
-        """Append a token to the choice; return its delta."""
         self.last_token = chosen.token_id
         self._token_count += 1
         reason, text = self._finish_reason(), ""
@@ -170,30 +161,28 @@ class Generation:
         cannot be followed, `HttpProblem` if too many grammars are in use, and
         `concurrent.futures.CancelledError` once interrupted.
         """
-        self._check_length()
-        with self._open_choices() as choices:
-            self._run(choices)
-
-    def _run(self, choices: Sequence[ChoiceDecoder]) -> None:
         job = self._job
+        self._check_length()
         rows = job.n if job.max_tokens else 1
         # The last token is never an input.
         length = len(job.prompt) + max(job.max_tokens - 1, 0)
         known = None if job.prompt_logprobs else [job.prompt, *[()] * (rows - 1)]
-        with self._model.inference_session(
-            length,
-            rows,
-            prompt=known,
-            prefix_scope=job.prefix_scope,
-            interrupt=self._interrupt,
-        ) as session:
+        with (
+            self._open_choices() as choices,
+            self._model.inference_session(
+                length,
+                rows,
+                prompt=known,
+                prefix_scope=job.prefix_scope,
+                interrupt=self._interrupt,
+            ) as session,
+        ):
             self._running.mark_opened(session)
             hidden_1D, read = self._read_prompt(session)
             self._running.mark_prompt_read()
             self._emit([read])
             if not choices:
-                ends = [Delta(index=i, finish_reason="length") for i in range(job.n)]
-                self._emit(ends)
+                self._emit([Delta(index=i, finish_reason="length") for i in range(job.n)])
                 return
             if rows > 1:
                 session.reorder([0] * rows)
@@ -274,7 +263,7 @@ class Generation:
                 choice.choose(logits_V) for choice, logits_V in zip(alive, logits_NV, strict=True)
             ]
         if self._job.top_logprobs is None:
-            chosen = [self._token_without_logprob(token_id) for token_id in token_ids]
+            chosen = [SequenceToken(token_id, b"", 0.0) for token_id in token_ids]
         else:
             chosen = self._tokens_with_logprobs(logits_NV, token_ids)
         return [choice.append_token(token) for choice, token in zip(alive, chosen, strict=True)]
@@ -284,10 +273,6 @@ class Generation:
     ) -> list[SequenceToken]:
         top, data = self._job.top_logprobs or 0, self._vocabulary.token_bytes
         return tokens_with_logprobs(logits_TV, token_ids, top, data) if token_ids else []
-
-    @staticmethod
-    def _token_without_logprob(token_id: int) -> SequenceToken:
-        return SequenceToken(token_id, b"", 0.0)
 
     @staticmethod
     def _logits(session: InferenceSession, hidden_TD: Tensor) -> Tensor:

@@ -18,19 +18,14 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nesa_node.api.generation.bounded_json import dump_bounded_json
+from nesa_node.api.generation.bounded_json import (
+    MAX_SCHEMA_BYTES,
+    WHITESPACE_RULES,
+    dump_bounded_json,
+)
 from nesa_node.api.processes.grammar_program import parser_limits
 from nesa_node.web.authenticator import current_caller
 from nesa_node.web.rate_limits import FairSlots
-
-MAX_SCHEMA_BYTES = 64 * 1024
-"""Limit on a request's JSON schema."""
-_WHITESPACE_RULES: Any = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
-"""Options of llguidance: with free white space, small models write nothing else."""
 
 MAX_MATCHERS = 64
 """Limit on answers in this process that follow grammars at once, plus a quarter for keys that have
@@ -58,7 +53,8 @@ def json_schema_grammar(schema: Mapping[str, Any]) -> str:
         raise ValueError(
             f"the JSON schema has more than the {MAX_SCHEMA_BYTES} characters that are allowed"
         )
-    return LLMatcher.grammar_from_json_schema(text, overrides=_WHITESPACE_RULES)
+    rules: Any = WHITESPACE_RULES
+    return LLMatcher.grammar_from_json_schema(text, overrides=rules)
 
 
 class GrammarCompiler:

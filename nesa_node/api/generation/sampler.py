@@ -1,8 +1,4 @@
-"""Sampling of the next token of one choice.
-
-Adjustments of logits before sampling: penalties, and biases of the request.
-
-Log probabilities of tokens, before temperature and truncation, as OpenAI reports them.
+"""Sampling of the next token of one choice, and log probabilities of tokens.
 
 T tokens, V vocabulary, K tokens: candidates, adjusted or likeliest ones.
 """

@@ -1,9 +1,7 @@
-"""Models that nodes of the swarm announce, and their blocks that no node serves.
+"""Models that nodes of the swarm announce: their missing blocks, and opening them.
 
-Opening of discovered models, by names and ids that are untrusted.
-
-Files are downloaded from the hub when a request asks for the model, into a separate folder with a
-disk limit.
+Names and ids are untrusted. Files are downloaded from the hub when a request asks for the model,
+into a separate folder with a disk limit.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +56,7 @@ class AnnouncedModel:
     @property
     def unserved_blocks(self) -> set[int]:
         """Blocks that no node serves and no joining node will serve."""
-        coming = {block for span in self.joining for block in range(*_bounds(span))}
-        return {block for hole in self.holes for block in range(*_bounds(hole))} - coming
+        return _blocks(self.holes) - _blocks(self.joining)
 
     @property
     def model_name(self) -> str:
@@ -109,8 +106,7 @@ class DhtModelDirectory:
         async with self._locks.setdefault(model_id, asyncio.Lock()):
             at, seen = self._cache.get(model_id, (-math.inf, None))
             if time.monotonic() - at > MAX_AGE_S:
-                directory = self._swarm.directory
-                snapshot = await directory.fetch(model_id, reports=False)
+                snapshot = await self._swarm.directory.fetch(model_id, reports=False)
                 seen = None
                 if snapshot.nodes or snapshot.joining:
                     joining = tuple(node.span for node in snapshot.joining)
@@ -161,14 +157,14 @@ def missing_blocks_error(
     runs = zero_runs([0 if block in blocks else 1 for block in range(announced.num_blocks)])
     names = ", ".join(str(run) for run in runs)
     return MissingBlocksError(
-        [_bounds(run) for run in runs],
+        [(run.start, run.end) for run in runs],
         f"no node serves the blocks {names} of {model_id}, which has {announced.num_blocks}; "
         "ask again later, or start a node with --block-indices",
     )
 
 
-def _bounds(span: Span) -> tuple[int, int]:
-    return span.start, span.end
+def _blocks(spans: Iterable[Span]) -> set[int]:
+    return {block for span in spans for block in range(span.start, span.end)}
 
 
 @asynccontextmanager

@@ -95,7 +95,7 @@ class ModelRegistry:
         self._entries = [
             ModelEntry(_last_part(name), name, int(time.time())) for name in dict.fromkeys(given)
         ]
-        self._announced: dict[ModelId, AnnouncedModel] | None = None
+        self._announced: dict[ModelId, AnnouncedModel] = {}
         self._polled = asyncio.Event()
         self._refused: dict[ModelId, tuple[float, str]] = {}
         """Models that are not offered: until when, and the reason."""
@@ -127,7 +127,7 @@ class ModelRegistry:
         for model_id, (_, why) in self._refused.items():
             announced = model_id.rpartition("@")[0]
             names = (None, model_id, announced, _last_part(announced))
-            if model_id in (self._announced or {}) and name in names:
+            if model_id in self._announced and name in names:
                 return why
         return None
 
@@ -189,12 +189,14 @@ class ModelRegistry:
             try:
                 return await self._open_and_join(entry, frozenset(entry.announced_ids))
             except ModelError as error:
-                self._refuse(entry, error)
+                for model_id in entry.announced_ids:
+                    self._refuse(model_id, error, _OPEN_RETRY_S)
+                self._entries = [other for other in self._entries if other is not entry]
                 raise
 
     async def _close_least_recently_used(self) -> None:
         """Close an unused discovered model. Raises `ResourceError` if all are in use."""
-        entry = least_recently_used(self._entries, self._announced or {})
+        entry = least_recently_used(self._entries, self._announced)
         if entry is None or entry.served is None:
             raise ResourceError(
                 f"{MAX_OPEN} models are open here, which is the most, and answer requests; name "
@@ -203,7 +205,7 @@ class ModelRegistry:
         served, entry.served = entry.served, None
         log.info("model_closed", model=entry.model_id)
         self._directory.forget_num_blocks(served.model_id)
-        if entry.model_id in (self._announced or {}):
+        if entry.model_id in self._announced:
             # Looks do not add the ids of open models to `announced`.
             entry.announced_ids = tuple(dict.fromkeys((entry.model_id, *entry.announced_ids)))
         entry.model_id = None
@@ -241,7 +243,7 @@ class ModelRegistry:
 
     def holes(self, entry: ModelEntry) -> tuple[Span, ...] | None:
         """Spans without nodes at the last look; None without a look, or if it found no node."""
-        found = [one for key in entry.ids if (one := (self._announced or {}).get(key)) is not None]
+        found = [self._announced[key] for key in entry.ids if key in self._announced]
         return found[0].holes if found else None
 
     async def poll_swarm(self) -> None:
@@ -285,18 +287,18 @@ class ModelRegistry:
         now = time.monotonic()
         tries = {
             model_id: self._refused.get(model_id, (0.0, ""))[0]
-            for model_id in self._announced or {}
+            for model_id in self._announced
             if model_id not in known
         }
         first = min(tries, key=tries.__getitem__, default=None)
-        return None if first is None or tries[first] > now else (self._announced or {})[first]
+        return None if first is None or tries[first] > now else self._announced[first]
 
     async def _locate_candidate(self, candidate: AnnouncedModel) -> None:
         model_id = candidate.model_id
         try:
             source = await self._locate(candidate)
         except NesaError as error:
-            self._refuse_id(model_id, error, _LOCATE_RETRY_S)
+            self._refuse(model_id, error, _LOCATE_RETRY_S)
             return
         self._refused.pop(model_id, None)
         for entry in self._entries:
@@ -309,12 +311,7 @@ class ModelRegistry:
             )
         log.info("model_found", model=model_id)
 
-    def _refuse(self, entry: ModelEntry, error: NesaError) -> None:
-        for model_id in entry.announced_ids:
-            self._refuse_id(model_id, error, _OPEN_RETRY_S)
-        self._entries = [other for other in self._entries if other is not entry]
-
-    def _refuse_id(self, model_id: ModelId, error: NesaError, for_s: float) -> None:
+    def _refuse(self, model_id: ModelId, error: NesaError, for_s: float) -> None:
         if model_id not in self._refused:
             log.warning("model_refused", model=model_id, reason=str(error))
         if len(self._refused) >= _MAX_REFUSED_MODELS:

@@ -1,9 +1,4 @@
-"""Checks of requests' grammars in child processes, since a check may never end.
-
-Rendering of discovered models' chat templates in child processes.
-
-These templates are untrusted programs, and jinja2's sandbox limits neither time nor memory.
-"""
+"""Child processes that check requests' grammars and render discovered models' chat templates."""
 
 from __future__ import annotations
 
@@ -12,8 +7,7 @@ import json
 from collections import OrderedDict
 
 from nesa_node.api.generation.tokenization import offload_if_large
-from nesa_node.api.processes import grammar_program as grammar_check
-from nesa_node.api.processes import template_program
+from nesa_node.api.processes import grammar_program, template_program
 from nesa_node.api.processes.child_processes import Ask, ChildProcessPool, ChildProgram
 
 MAX_WAITING_CHECKS = 16
@@ -21,25 +15,21 @@ MAX_WAITING_CHECKS = 16
 MAX_REMEMBERED_CHECKS = 1024
 """Limit on cached results of checks."""
 _CHECK_PROGRAM = ChildProgram(
-    grammar_check.__file__,
+    grammar_program.__file__,
     "read a schema",
-    cpu_s=grammar_check.CPU_S,
-    memory_bytes=grammar_check.MEMORY_BYTES,
+    cpu_s=grammar_program.CPU_S,
+    memory_bytes=grammar_program.MEMORY_BYTES,
     max_answer_bytes=1 << 16,
     max_waiting=MAX_WAITING_CHECKS,
 )
 
 
-class GrammarChecker:
-    """Checks grammars in `ChildProcessPool`, and caches the results. Close it after use."""
+class GrammarChecker(ChildProcessPool):
+    """Checks grammars in child processes, since a check may never end, and caches the results."""
 
     def __init__(self) -> None:
-        self._processes = ChildProcessPool(_CHECK_PROGRAM)
+        super().__init__(_CHECK_PROGRAM)
         self._refusals: OrderedDict[bytes, str | None] = OrderedDict()
-
-    async def start(self) -> None:
-        """Start one process in advance, so that the first check does not wait for it."""
-        await self._processes.start()
 
     async def check(self, grammar: str, caller: str | None = None) -> None:
         """Raise `ValueError` if `grammar` cannot be followed or exceeds the limits of a check.
@@ -48,22 +38,15 @@ class GrammarChecker:
         """
         digest = hashlib.sha256(grammar.encode()).digest()
         if digest not in self._refusals:
-            async with self._processes.wait_turn(caller) as ask:
+            async with self.wait_turn(caller) as ask:
                 if digest not in self._refusals:
-                    self._remember(digest, await _find_refusal(grammar, ask))
+                    self._refusals[digest] = await _find_refusal(grammar, ask)
+                    if len(self._refusals) > MAX_REMEMBERED_CHECKS:
+                        self._refusals.popitem(last=False)
         reason = self._refusals[digest]
         self._refusals.move_to_end(digest)
         if reason is not None:
             raise ValueError(reason)
-
-    async def close(self) -> None:
-        """End the child processes; a busy one ends after its check."""
-        await self._processes.close()
-
-    def _remember(self, digest: bytes, reason: str | None) -> None:
-        self._refusals[digest] = reason
-        if len(self._refusals) > MAX_REMEMBERED_CHECKS:
-            self._refusals.popitem(last=False)
 
 
 async def _find_refusal(grammar: str, ask: Ask) -> str | None:
@@ -88,11 +71,14 @@ _RENDER_PROGRAM = ChildProgram(
 )
 
 
-class TemplateRenderer:
-    """Renders chat templates in `ChildProcessPool`. Close it after use."""
+class TemplateRenderer(ChildProcessPool):
+    """Renders chat templates in child processes.
+
+    These templates are untrusted programs, and jinja2's sandbox limits neither time nor memory.
+    """
 
     def __init__(self) -> None:
-        self._processes = ChildProcessPool(_RENDER_PROGRAM)
+        super().__init__(_RENDER_PROGRAM)
 
     async def render(self, question: bytes, caller: str | None = None) -> str:
         """Rendered text. Raises `ValueError` if the template fails or exceeds the limits.
@@ -100,7 +86,7 @@ class TemplateRenderer:
         `question` is JSON of the arguments of transformers' `render_jinja_template`. Raises
         `BusyError` if `caller` has too many renderings waiting, or the machine is too slow.
         """
-        async with self._processes.wait_turn(caller) as ask:
+        async with self.wait_turn(caller) as ask:
             answer = await ask(question)
         if answer is None:
             raise ValueError(f"it takes more than {_RENDER_PROGRAM.describe_limits()} to render")
@@ -108,7 +94,3 @@ class TemplateRenderer:
         if "refusal" in found:
             raise ValueError(found["refusal"])
         return found["text"]
-
-    async def close(self) -> None:
-        """End the child processes; a busy one ends after its rendering."""
-        await self._processes.close()

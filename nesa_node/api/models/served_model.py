@@ -1,8 +1,6 @@
 """Model of the swarm that concurrent requests share, for use on an event loop.
 
 D hidden.
-
-Channel from a thread to a coroutine.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import Generic, TypeVar
@@ -168,7 +166,8 @@ class ServedModel:
         """Join the swarm now, not with the first request. Raises the `SwarmError`s of joining."""
         await asyncio.to_thread(self._model.join)
 
-    def generate(self, job: Job) -> AbstractAsyncContextManager[AsyncIterator[GenerationEvent]]:
+    @asynccontextmanager
+    async def generate(self, job: Job) -> AsyncIterator[AsyncIterator[GenerationEvent]]:
         """Context that yields the events of `job`: `PrefillDone`, then deltas of each choice.
 
         Entering does not wait. Leaving it, for any reason, interrupts the session at once, and does
@@ -177,7 +176,41 @@ class ServedModel:
         and `HttpProblem` if too many grammars are in use. Entering raises `HttpProblem` if too many
         requests wait.
         """
-        return self._generate(job)
+        events, interrupt = ThreadChannel[GenerationEvent](), Interrupt()
+        queued = ExitStack()
+
+        def work() -> None:
+            queued.close()
+            try:
+                with self.activity.track_session(
+                    self.model_id, prompt_tokens=len(job.prompt)
+                ) as running:
+                    Generation(
+                        self._model,
+                        self.vocabulary,
+                        job,
+                        running=running,
+                        interrupt=interrupt,
+                        emit=events.put,
+                    ).run()
+            except CancelledError:
+                # A caller that still reads must get an error, not the end of the events.
+                events.end(SwarmError(f"{self.name} was closed while this ran; ask again"))
+            except BaseException as error:
+                events.end(error)
+            else:
+                events.end()
+
+        self._require_open()
+        with self._metrics.track_request(self.model_id, len(job.prompt), job.n) as watched, queued:
+            queued.enter_context(track_wait("other requests of this gateway to end first"))
+            task = self._submit(work, interrupt)
+            try:
+                yield _RecordedEvents(events, watched)
+            finally:
+                interrupt.set()
+                task.cancel()
+                events.close()
 
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Embedding of each prompt: [D], float32, of length 1. Cancelling it ends its session.
@@ -217,46 +250,6 @@ class ServedModel:
     def _close(self) -> None:
         self._threads.shutdown()
         self._model.close()
-
-    @asynccontextmanager
-    async def _generate(self, job: Job) -> AsyncIterator[AsyncIterator[GenerationEvent]]:
-        events, interrupt = ThreadChannel[GenerationEvent](), Interrupt()
-        queued = ExitStack()
-
-        def work() -> None:
-            queued.close()
-            try:
-                self._run(job, events, interrupt)
-            except CancelledError:
-                # A caller that still reads must get an error, not the end of the events.
-                events.end(SwarmError(f"{self.name} was closed while this ran; ask again"))
-            except BaseException as error:
-                events.end(error)
-            else:
-                events.end()
-
-        self._require_open()
-        with self._metrics.track_request(self.model_id, len(job.prompt), job.n) as watched, queued:
-            queued.enter_context(track_wait("other requests of this gateway to end first"))
-            task = self._submit(work, interrupt)
-            try:
-                yield _RecordedEvents(events, watched)
-            finally:
-                interrupt.set()
-                task.cancel()
-                events.close()
-
-    def _run(self, job: Job, events: ThreadChannel[GenerationEvent], interrupt: Interrupt) -> None:
-        with self.activity.track_session(self.model_id, prompt_tokens=len(job.prompt)) as running:
-            generation = Generation(
-                self._model,
-                self.vocabulary,
-                job,
-                running=running,
-                interrupt=interrupt,
-                emit=events.put,
-            )
-            generation.run()
 
     def _submit(self, work: Callable[[], T], interrupt: Interrupt) -> Future[T]:
         """Queue `work` for a thread. Raises as `FairSlots` does, and `SwarmError` if closed."""

@@ -163,20 +163,17 @@ class _ChildProcess:
             )
         except OSError as error:
             raise _start_error(program, str(error)) from None
-        return await cls(process)._wait_ready(program)
-
-    async def _wait_ready(self, program: ChildProgram) -> _ChildProcess:
+        child = cls(process)
         try:
-            async with asyncio.timeout(_MAX_START_S):
-                loaded = await self._read()
-        except TimeoutError:
-            loaded = None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_MAX_START_S):
+                    await child._read()
         finally:
-            if not self.is_ready:
-                ended = await self.end()
-        if loaded is None:
+            if not child.is_ready:
+                ended = await child.end()
+        if not child.is_ready:
             raise _start_error(program, f"exit {ended}")
-        return self
+        return child
 
     async def ask(self, question: bytes) -> bytes | None:
         """Answer to `question`; None: the process ended, or its answer was too long."""

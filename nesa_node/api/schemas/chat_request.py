@@ -54,8 +54,10 @@ Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class ContentPart(RequestBody):
-    type: Literal["text", "refusal"]
+class MessagePart(RequestBody):
+    """Part of a message, with the field that its type ends with."""
+
+    type: str
     text: ConditionalText = None
     refusal: ConditionalText = None
     prompt_cache_breakpoint: OnlyNull = None
@@ -63,12 +65,16 @@ class ContentPart(RequestBody):
     @field_validator("text", "refusal")
     @classmethod
     def _require_own_field(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.field_name == info.data.get("type"):
+        if value is None and info.data.get("type", "").endswith(info.field_name):
             raise missing_field_error()
         return value
 
     def text_content(self) -> str:
         return self.text or self.refusal or ""
+
+
+class ContentPart(MessagePart):
+    type: Literal["text", "refusal"]
 
 
 Part = Annotated[ContentPart, accept_part_types("text", "refusal")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from nesa_node.api.generation.job import SamplingParams
@@ -13,6 +13,7 @@ from nesa_node.api.schemas.chat_request import (
     MAX_MESSAGES,
     ChatMessage,
     LimitedPieces,
+    MessagePart,
 )
 from nesa_node.api.schemas.generation_request import (
     ANY_OBJECT,
@@ -24,7 +25,6 @@ from nesa_node.api.schemas.generation_request import (
 )
 from nesa_node.api.schemas.request_body import (
     AcceptedValues,
-    ConditionalText,
     Count,
     Label,
     ModelName,
@@ -35,7 +35,6 @@ from nesa_node.api.schemas.request_body import (
     Text,
     TopLogprobs,
     accept_part_types,
-    missing_field_error,
 )
 from nesa_node.web.problem import invalid_request
 
@@ -51,20 +50,10 @@ def _check_item_type(value: object) -> object:
     return value
 
 
-class InputPart(RequestBody):
+class InputPart(MessagePart):
     type: Literal["input_text", "output_text", "refusal"]
-    text: ConditionalText = None
-    refusal: ConditionalText = None
-    prompt_cache_breakpoint: OnlyNull = None
     annotations: Annotated[Any, AcceptedValues([])] = None
     logprobs: list[Any] | None = None
-
-    @field_validator("text", "refusal")
-    @classmethod
-    def _require_own_field(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.data.get("type", "").endswith(info.field_name):
-            raise missing_field_error()
-        return value
 
 
 class InputMessage(RequestBody):
@@ -84,7 +73,7 @@ class InputMessage(RequestBody):
     def to_chat_message(self) -> ChatMessage:
         if isinstance(self.content, str):
             return ChatMessage(role=self.role, content=self.content)
-        words = "\n".join(part.text or part.refusal or "" for part in self.content)
+        words = "\n".join(part.text_content() for part in self.content)
         return ChatMessage(role=self.role, content=words)
 
 

@@ -14,7 +14,12 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from nesa_node.api.generation.bounded_json import dump_bounded_json, exceeds_json_chars
+from nesa_node.api.generation.bounded_json import (
+    MAX_SCHEMA_BYTES,
+    WHITESPACE_RULES,
+    dump_bounded_json,
+    exceeds_json_chars,
+)
 from nesa_node.api.schemas.chat_request import Tool, ToolChoice
 from nesa_node.api.schemas.request_body import find_json_excess
 from nesa_node.web.problem import HttpProblem, invalid_request
@@ -24,12 +29,8 @@ CallFormat = Literal["tagged", "bare"]
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _TAGGED = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
 MAX_CALLS = 64
-MAX_TOOL_SCHEMAS_BYTES = 64 * 1024
-"""Limit on the schemas of tools in a grammar: compiling ten times as much takes a minute."""
 EMPTY_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 """JSON schema of a tool without parameters."""
-_WHITESPACE_RULES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Options of llguidance: with free white space, small models write nothing else."""
 
 
 def detect_call_format(template: str) -> CallFormat:
@@ -104,11 +105,13 @@ class ToolCallParser:
             return None
         if not isinstance(arguments, dict | str):
             return None
-        text = arguments if isinstance(arguments, str) else _dump_json(arguments)
+        if isinstance(arguments, dict):
+            # Not msgspec: integers may have more than 64 bits.
+            arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
         return {
             "id": f"call_{secrets.token_hex(12)}",
             "type": "function",
-            "function": {"name": name, "arguments": text},
+            "function": {"name": name, "arguments": arguments},
         }
 
 
@@ -118,7 +121,7 @@ def forced_call_grammar(
     """llguidance grammar of one call, of the chosen tool or of any; not checked yet.
 
     Raises `HttpProblem` if the chosen tool does not exist, or if schemas exceed
-    `MAX_TOOL_SCHEMAS_BYTES`.
+    `MAX_SCHEMA_BYTES`.
     """
     if isinstance(choice, ToolChoice):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -128,11 +131,11 @@ def forced_call_grammar(
                 param="tool_choice",
             )
     # Checked before they are copied: they may be as large as a body.
-    if exceeds_json_chars([tool.function.parameters for tool in tools], MAX_TOOL_SCHEMAS_BYTES):
+    if exceeds_json_chars([tool.function.parameters for tool in tools], MAX_SCHEMA_BYTES):
         raise _too_large_problem()
     calls = [_call_schema(tool, call_format, f"#/anyOf/{at}") for at, tool in enumerate(tools)]
-    whole = {"anyOf": calls, "x-guidance": _WHITESPACE_RULES}
-    if (schema := dump_bounded_json(whole, MAX_TOOL_SCHEMAS_BYTES, compact=True)) is None:
+    whole = {"anyOf": calls, "x-guidance": WHITESPACE_RULES}
+    if (schema := dump_bounded_json(whole, MAX_SCHEMA_BYTES, compact=True)) is None:
         raise _too_large_problem()
     start = f'"{_OPEN}\\n" call "\\n{_CLOSE}"' if call_format == "tagged" else "call"
     return f"start: {start}\ncall: %json {schema}\n"
@@ -141,14 +144,9 @@ def forced_call_grammar(
 def _too_large_problem() -> HttpProblem:
     return invalid_request(
         "tools: the schemas of the tools to choose from have more than the "
-        f"{MAX_TOOL_SCHEMAS_BYTES} characters that are allowed",
+        f"{MAX_SCHEMA_BYTES} characters that are allowed",
         param="tools",
     )
-
-
-def _dump_json(value: Any) -> str:
-    """JSON of a parsed value, also of integers beyond 64 bits."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _call_schema(tool: Tool, call_format: CallFormat, path: str) -> dict[str, Any]:
