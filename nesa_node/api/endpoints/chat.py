@@ -33,7 +33,6 @@ from nesa_node.api.schemas.generation_request import (
     GrammarCheck,
     check_grammar,
     checked_grammar,
-    merge_aliases,
     requested_schema,
     resolve_max_tokens,
 )
@@ -92,6 +91,7 @@ class ChatCompletionBuilder:
         self._n = n
         self._logprobs = with_logprobs
         self._usage = usage
+        self._footer: dict[str, Any] = {}
         self._choices = [_ChatChoice(make_parser and make_parser()) for _ in range(n)]
         self._header = {
             "id": new_id("chatcmpl-"),
@@ -113,48 +113,38 @@ class ChatCompletionBuilder:
     async def stream_chunks(self, run: RunJobs, *, with_usage: bool) -> AsyncGenerator[bytes, None]:
         self._header["object"] = "chat.completion.chunk"
         # OpenAI sends `"usage": null` in chunks only if `include_usage` is set.
-        rest: dict[str, Any] = {"usage": None} if with_usage else {}
+        self._footer = {"usage": None} if with_usage else {}
         async with self._usage.charge_prompt_on_cancel(), run() as events:
             async for _, event in events:
                 self._usage.count(event)
                 if isinstance(event, PrefillDone):
                     for index in range(self._n):
-                        opening = {"role": "assistant", "content": ""}
-                        yield self._chunk_event(index, opening, None, None, rest)
+                        yield self._chunk_event(index, {"role": "assistant", "content": ""})
                     continue
-                for data in self._delta_chunks(event, rest):
+                for data in self._delta_chunks(event):
                     yield data
         if with_usage:
             yield sse_event({**self._header, "choices": [], "usage": self._usage.to_json()})
         yield DONE_EVENT
 
-    def _delta_chunks(self, delta: Delta, rest: dict[str, Any]) -> list[bytes]:
+    def _delta_chunks(self, delta: Delta) -> list[bytes]:
         text, calls, reason = self._choices[delta.index].parse(delta)
         logprobs = None
         if self._logprobs and delta.tokens:
             logprobs = _logprobs_object(encode_chat_logprobs(delta.tokens))
         chunks = []
         if text or logprobs is not None:
-            chunks.append(self._chunk_event(delta.index, {"content": text}, logprobs, None, rest))
+            chunks.append(self._chunk_event(delta.index, {"content": text}, logprobs=logprobs))
         if calls:
             numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-            chunks.append(
-                self._chunk_event(delta.index, {"tool_calls": numbered}, None, None, rest)
-            )
+            chunks.append(self._chunk_event(delta.index, {"tool_calls": numbered}))
         if reason is not None:
-            chunks.append(self._chunk_event(delta.index, {}, None, reason, rest))
+            chunks.append(self._chunk_event(delta.index, {}, finish_reason=reason))
         return chunks
 
-    def _chunk_event(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None,
-        reason: str | None,
-        rest: dict[str, Any],
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return sse_event({**self._header, "choices": [choice], **rest})
+    def _chunk_event(self, index: int, delta: dict[str, Any], **fields: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
+        return sse_event({**self._header, "choices": [choice], **self._footer})
 
     def _choice_object(self, index: int, choice: _ChatChoice) -> dict[str, Any]:
         text = "".join(choice.text)
@@ -237,9 +227,7 @@ async def _make_job(
     body: ChatCompletionRequest,
     tools: list[Tool],
 ) -> Job:
-    asked = merge_aliases(
-        body.max_tokens, body.max_completion_tokens, ("max_tokens", "max_completion_tokens")
-    )
+    asked = body.requested_max_tokens()
     n = body.n or 1
     top, sampling = body.requested_logprobs(), body.sampling(model.vocab_size, model.defaults)
     grammar = await _answer_grammar(model, body, tools, gateway.grammars.check)

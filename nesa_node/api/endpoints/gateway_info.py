@@ -1,6 +1,6 @@
-"""Endpoints `GET /v1/models`, `/v1/models/{id}`, `/health` and `/version`.
+"""Endpoints `GET /v1/models`, `/v1/models/{id}`, `/health`, `/version`, and the page `/docs`.
 
-Page `/docs`: the API from its OpenAPI description, without scripts or network access.
+The page shows the API from its OpenAPI description, without scripts or network access.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ async def retrieve_model(gateway: GatewayOf, model_id: str) -> Response:
 
 
 def _to_model_card(entry: ModelEntry) -> dict[str, Any]:
+    defaults = None if entry.served is None else describe_sampling(entry.served.defaults)
     return {
         "id": entry.name,
         "object": "model",
         "created": entry.created,
         "owned_by": "nesa-node",
         "max_model_len": entry.context_length,
-        "default_sampling": None
-        if entry.served is None
-        else describe_sampling(entry.served.defaults),
+        "default_sampling": defaults,
     }
 
 
@@ -60,13 +59,8 @@ async def health(gateway: GatewayOf) -> Response:
     models: list[dict[str, Any]] = []
     for entry in gateway.models.entries():
         holes = gateway.models.holes(entry)
-        models.append(
-            {
-                "id": entry.name,
-                "open": entry.is_open,
-                "missing_blocks": None if holes is None else [[h.start, h.end] for h in holes],
-            }
-        )
+        missing = None if holes is None else [[hole.start, hole.end] for hole in holes]
+        models.append({"id": entry.name, "open": entry.is_open, "missing_blocks": missing})
     well = bool(models) and all(model["missing_blocks"] == [] for model in models)
     return json_response({"status": "ok" if well else "degraded", "models": models})
 

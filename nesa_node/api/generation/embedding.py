@@ -24,17 +24,6 @@ MAX_STEP_TOKENS = 512
 """Limit on the tokens of one step, of all rows together: all their outputs come back at once."""
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], context_length: int) -> None:
-    """Raise `ContextLengthError` for too long texts, `ValueError` for a text without tokens."""
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"text {index} has no tokens")
-        if len(prompt) > context_length:
-            raise ContextLengthError(
-                f"text {index} has {len(prompt)} tokens, the model holds {context_length}"
-            )
-
-
 def group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
     """Group texts of similar length into sessions; yield the indices of each group."""
     batch: list[int] = []
@@ -60,9 +49,16 @@ def embed(
     """Embedding of each text: [D], float32, on the CPU. Blocks.
 
     It is the mean over the text's tokens of transformers' `last_hidden_state`, after the final
-    norm, divided by its Euclidean length. Raises as `check_prompts` and sessions do.
+    norm, divided by its Euclidean length. Raises `ContextLengthError` for a text that is too long,
+    `ValueError` for one without tokens, and as sessions do.
     """
-    check_prompts(prompts, model.context_length)
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"text {index} has no tokens")
+        if len(prompt) > model.context_length:
+            raise ContextLengthError(
+                f"text {index} has {len(prompt)} tokens, the model holds {model.context_length}"
+            )
     found: dict[int, Tensor] = {}
     for batch in group_by_length([len(prompt) for prompt in prompts]):
         rows = [torch.tensor(prompts[index]) for index in batch]

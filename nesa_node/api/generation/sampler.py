@@ -45,18 +45,6 @@ class LogitsProcessor:
         self._repeated = _TokenValues()
         self._added_values = _TokenValues()
 
-    @classmethod
-    def create_if_needed(cls, shared: SharedLogitsState) -> LogitsProcessor | None:
-        """Adjustments for a choice; None if the job's parameters adjust nothing."""
-        sampling = shared.sampling
-        is_wanted = (
-            sampling.repetition_penalty != 1
-            or sampling.presence_penalty
-            or sampling.frequency_penalty
-            or sampling.logit_bias
-        )
-        return cls(shared) if is_wanted else None
-
     def apply(self, logits_V: Tensor) -> Tensor:
         """Adjusted copy of `logits_V`, on its device."""
         logits_V, device = logits_V.clone(), logits_V.device
@@ -131,7 +119,13 @@ class Sampler:
         sampling = shared.sampling
         self._sampling = sampling
         self._is_greedy = sampling.temperature < MIN_SAMPLING_TEMPERATURE
-        self._processor = LogitsProcessor.create_if_needed(shared)
+        is_adjusted = (
+            sampling.repetition_penalty != 1
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+            or sampling.logit_bias
+        )
+        self._processor = LogitsProcessor(shared) if is_adjusted else None
         seed = None if sampling.seed is None else f"{sampling.seed} {index}"
         self._random = random.Random(seed)
 

@@ -141,7 +141,6 @@ def _merges_spaces(tokenizer: Any) -> bool:
 
 
 def decoder_step_types(tokenizer: Any) -> frozenset[str]:
-    """Types of the steps of a fast tokenizer's decoder."""
     decoder = tokenizer.backend_tokenizer.decoder
     if decoder is None:
         return frozenset()
@@ -213,7 +212,7 @@ class StopTextFilter:
         if ends:
             self.has_stopped, self._pending = True, ""
             return text[: min(ends)]
-        held = max(_overlap_chars(text, stop) for stop in self._stops)
+        held = max(overlap_chars(text, stop) for stop in self._stops)
         self._pending = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -223,7 +222,7 @@ class StopTextFilter:
         return held
 
 
-def _overlap_chars(text: str, stop: str) -> int:
+def overlap_chars(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import get_args
 
-from nesa_node.api.generation.job import Delta, FinishReason, GenerationEvent, PrefillDone
+from nesa_node.api.generation.job import FinishReason, GenerationEvent, PrefillDone
 from nesa_node.core import metric_names as names
 from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import MetricSample
@@ -21,15 +21,7 @@ INITIAL_STATUS_CODES = ("200", "400", "401", "403", "404", "413", "429", "500", 
 
 
 class GatewayMetrics:
-    """Metrics of one gateway, used on its event loop only; a token costs a microsecond.
-
-    Usage around a job::
-
-        with metrics.request(model.model_id, len(job.prompt), job.n) as watched:
-            async with model.generate(job) as events:
-                async for event in events:
-                    watched.saw(event)
-    """
+    """Metrics of one gateway, used on its event loop only; a token costs a microsecond."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -51,11 +43,10 @@ class GatewayMetrics:
 
     def count_response(self, route: str | None, status: int) -> None:
         """Count a response. `route` is its template; None for an unknown path."""
-        known = route is not None and (
-            route in self._responses or len(self._responses) < MAX_ROUTES
-        )
-        name = route if known and route is not None else "other"
-        self._responses.setdefault(name, Counter())[str(status)] += 1
+        is_full = len(self._responses) >= MAX_ROUTES
+        if route is None or (is_full and route not in self._responses):
+            route = "other"
+        self._responses.setdefault(route, Counter())[str(status)] += 1
 
     @contextmanager
     def track_request(
@@ -131,11 +122,33 @@ class RequestMetrics:
         model.waiting += 1
 
     def record_event(self, event: GenerationEvent) -> None:
-        """Record an event of the generation."""
+        """Record an event of the generation; the first one ends the prefill."""
+        model = self._model
+        if self._is_prefilling:
+            self._is_prefilling = False
+            model.waiting -= 1
+            model.running += 1
+            model.prompt_tokens += self._prompt_tokens
         if isinstance(event, PrefillDone):
-            self._end_prefill()
-        else:
-            self._record_delta(event)
+            return
+        if event.tokens:
+            self._record_tokens(event.index, len(event.tokens))
+        if event.finish_reason is not None and event.index in self._open_choices:
+            self._open_choices.discard(event.index)
+            model.finished[event.finish_reason] += 1
+
+    def _record_tokens(self, index: int, count: int) -> None:
+        model, now = self._model, self._clock()
+        last = self._last_token_s.get(index)
+        if last is not None:
+            # Tokens that come together share the time since the previous ones.
+            model.between_tokens_s.observe((now - last) / count, count)
+        elif count > 1:
+            model.between_tokens_s.observe(0.0, count - 1)
+        if not self._last_token_s:
+            model.first_token_s.observe(now - self._start_s)
+        self._last_token_s[index] = now
+        model.generated_tokens += count
 
     def end(self, reason: str) -> None:
         """End the request; unfinished choices count as `reason`. Only the first call counts."""
@@ -150,30 +163,3 @@ class RequestMetrics:
         model.finished[reason] += len(self._open_choices)
         if not self._open_choices:
             model.request_s.observe(self._clock() - self._start_s)
-
-    def _end_prefill(self) -> None:
-        if self._is_prefilling:
-            self._is_prefilling = False
-            self._model.waiting -= 1
-            self._model.running += 1
-            self._model.prompt_tokens += self._prompt_tokens
-
-    def _record_delta(self, delta: Delta) -> None:
-        self._end_prefill()
-        model, count = self._model, len(delta.tokens)
-        if count:
-            now = self._clock()
-            last = self._last_token_s.get(delta.index)
-            if last is None:
-                if not self._last_token_s:
-                    model.first_token_s.observe(now - self._start_s)
-                if count > 1:
-                    model.between_tokens_s.observe(0.0, count - 1)
-            else:
-                # Tokens that come together share the time since the previous ones.
-                model.between_tokens_s.observe((now - last) / count, count)
-            self._last_token_s[delta.index] = now
-            model.generated_tokens += count
-        if delta.finish_reason is not None and delta.index in self._open_choices:
-            self._open_choices.discard(delta.index)
-            model.finished[delta.finish_reason] += 1

@@ -1,7 +1,4 @@
-"""Thread pool that is shared fairly among callers.
-
-Settings of glibc's allocator for a process with many threads.
-"""
+"""Thread pool that is shared fairly among callers; malloc for a process with many threads."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""HTTP responses that are computed while the client waits: JSON, or server-sent events.
+"""HTTP responses that are computed while the client waits, and errors of all responses.
 
 When the client disconnects, the computation is cancelled at once.
-
-Ids of responses.
-
-HTTP errors: status and code of each class of `NesaError`, and exception handlers.
 """
 
 from __future__ import annotations
@@ -110,21 +106,17 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        response = _unknown_url_problem(
-            error.status_code, request.method, request.url.path
-        ).response()
-        response.headers.update(error.headers or {})
-        return response
-    return to_problem(error).response()
-
-
-def _unknown_url_problem(status: int, method: str, path: str) -> HttpProblem:
-    asked = f"{method} {path[:200]}"
-    if status == 405:
-        return HttpProblem(405, f"this page has no such method: {asked}", code="method_not_allowed")
-    hint = "" if path.startswith("/v1/") else " (OpenAI's paths begin with /v1)"
-    return HttpProblem(404, f"there is no such page: {asked}{hint}", code="unknown_url")
+    if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
+        return to_problem(error).response()
+    path = request.url.path
+    asked = f"{request.method} {path[:200]}"
+    code, reason = "method_not_allowed", f"this page has no such method: {asked}"
+    if error.status_code == 404:
+        hint = "" if path.startswith("/v1/") else " (OpenAI's paths begin with /v1)"
+        code, reason = "unknown_url", f"there is no such page: {asked}{hint}"
+    response = HttpProblem(error.status_code, reason, code=code).response()
+    response.headers.update(error.headers or {})
+    return response
 
 
 class _UnexpectedErrors:
@@ -265,7 +257,7 @@ class SseResponse(Response):
     The response begins with the first event, so that an earlier failure is an HTTP error. After
     two seconds without an event, or `keepalive_s`, it begins with status 200 and a comment that
     names the cause of the wait; further comments follow until the next event. A later failure is
-    sent as the last event, encoded by `failed`.
+    sent as the last event, encoded by `error_event`.
     """
 
     def __init__(
@@ -274,13 +266,13 @@ class SseResponse(Response):
         shutdown: GracefulShutdown,
         *,
         keepalive_s: float,
-        error_event: Callable[[HttpProblem], bytes] | None = None,
+        error_event: Callable[[HttpProblem], bytes],
     ) -> None:
         super().__init__()
         self._make = make
         self._shutdown = shutdown
         self._keepalive_s = keepalive_s
-        self._error_event = error_event or error_events
+        self._error_event = error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wire, waits = _SseWriter(send), WaitTracker()

@@ -1,7 +1,4 @@
-"""Memory limit of responses that clients have not read yet.
-
-Graceful shutdown: responses may finish within a grace period, then end with an error.
-"""
+"""Memory limit of responses that clients have not read yet, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -53,7 +50,10 @@ _FINAL_EVENTS_S = 0.5
 
 
 class GracefulShutdown:
-    """Tracker of responses that are being computed. Used on one event loop."""
+    """Tracker of responses that are being computed. Used on one event loop.
+
+    Responses may finish within a grace period, then end with an error.
+    """
 
     def __init__(self) -> None:
         self._running = 0

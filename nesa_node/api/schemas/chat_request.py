@@ -177,6 +177,16 @@ class ChatCompletionRequest(SamplingRequest):
     functions: Annotated[Any, AcceptedValues([])] = None
     function_call: Annotated[Any, AcceptedValues("none", "auto")] = None
 
+    def requested_max_tokens(self) -> int | None:
+        """Value of the field with two names. Raises `HttpProblem` if they differ."""
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) == 2:
+            raise invalid_request(
+                "max_tokens and max_completion_tokens differ: give one of them",
+                param="max_completion_tokens",
+            )
+        return limits.pop() if limits else None
+
     def requested_logprobs(self) -> int | None:
         """Value for `Job.top_logprobs`; `HttpProblem` for `top_logprobs` without `logprobs`."""
         if self.logprobs:

@@ -163,13 +163,6 @@ def resolve_max_tokens(
     return min(requested, config.max_new_tokens or requested)
 
 
-def merge_aliases(first: int | None, second: int | None, names: Sequence[str]) -> int | None:
-    """Value of a field with two names. Raises `HttpProblem` if they differ."""
-    if first is not None and second is not None and first != second:
-        raise invalid_request(f"{names[0]} and {names[1]} differ: give one of them", param=names[1])
-    return second if first is None else first
-
-
 log = get_logger(__name__)
 
 _FIELD_TYPES: dict[str, TypeAdapter[Any]] = {

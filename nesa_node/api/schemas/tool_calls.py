@@ -20,6 +20,7 @@ from nesa_node.api.generation.bounded_json import (
     dump_bounded_json,
     exceeds_json_chars,
 )
+from nesa_node.api.generation.tokenization import overlap_chars
 from nesa_node.api.schemas.chat_request import Tool, ToolChoice
 from nesa_node.api.schemas.request_body import find_json_excess
 from nesa_node.web.problem import HttpProblem, invalid_request
@@ -69,10 +70,7 @@ class ToolCallParser:
             return len(held) if self._is_plain_text else 0
         if (start := held.find(_OPEN)) >= 0:
             return start
-        for length in range(min(len(_OPEN) - 1, len(held)), 0, -1):
-            if held.endswith(_OPEN[:length]):
-                return len(held) - length
-        return len(held)
+        return len(held) - overlap_chars(held, _OPEN)
 
     def _parse_tagged(self, held: str) -> tuple[str, list[dict[str, Any]]]:
         calls: list[dict[str, Any]] = []
