@@ -255,9 +255,7 @@ def describe(
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Have `app` describe request bodies by their `RequestBody` classes, which FastAPI does not
-    parse.
-    """
+    """Have `app` describe the bodies of requests, which FastAPI does not parse."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -133,8 +133,7 @@ Emit = Callable[[Sequence[GenerationEvent]], None]
 
 
 class Generation:
-    """One session with a row for each choice; the prompt is computed once, and finished rows get
-    no more steps."""
+    """Session with a row for each choice; all share the prompt, and rows end one by one."""
 
     def __init__(
         self,

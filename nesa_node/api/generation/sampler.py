@@ -33,8 +33,7 @@ class SharedLogitsState:
 
 
 class LogitsProcessor:
-    """Adjustments of one choice: the repetition penalty over prompt and answer, then the presence
-    and frequency penalties and the biases."""
+    """Penalties of one choice, of which the repetition penalty counts the prompt, and biases."""
 
     def __init__(self, shared: SharedLogitsState) -> None:
         self._shared = shared
@@ -199,10 +198,10 @@ def tokens_with_logprobs(
     num_candidates: int,
     token_bytes: Callable[[int], bytes],
 ) -> list[SequenceToken]:
-    """`token_ids[t]` with its log probability by float32 `logits_TV[t]`, and the `num_candidates`
-    likeliest.
+    """`token_ids[t]` with its log probability by float32 `logits_TV[t]`, and likely tokens.
 
-    `token_bytes` returns a token's bytes. `logits_TV` is not modified.
+    These are the `num_candidates` likeliest. `token_bytes` returns a token's bytes. `logits_TV` is
+    not modified.
     """
     total_T1 = torch.logsumexp(logits_TV, -1, keepdim=True)
     ids_T1 = torch.tensor(token_ids, device=logits_TV.device).unsqueeze(1)

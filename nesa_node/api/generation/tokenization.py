@@ -110,10 +110,9 @@ class IncrementalDetokenizer:
 
 
 def decode_unlocked_if_long(tokenizer: Any, token_ids: list[int], num_chars: int) -> str:
-    """`tokenizer.decode`, without holding the GIL for texts of more than `MAX_LOCKED_DECODE_CHARS`
-    characters.
+    """`tokenizer.decode`, special tokens included, without holding the GIL for a long text.
 
-    `num_chars` is the text's length, about. Special tokens are decoded, too.
+    `num_chars` is the text's length, about.
     """
     text: str
     if num_chars <= MAX_LOCKED_DECODE_CHARS:
@@ -153,8 +152,7 @@ _SENTENCEPIECE_SPACE = "\u2581"
 
 
 class TokenBytes:
-    """Token bytes of fast tokenizers: byte-level, SentencePiece with or without byte tokens, and
-    word-level."""
+    """Token bytes of fast tokenizers: byte-level, SentencePiece, and word-level."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer

@@ -46,8 +46,7 @@ async def _run_beside(watches: Sequence[Coroutine[Any, Any, None]]) -> AsyncIter
 
 
 async def watch_disconnect(receive: Receive) -> None:
-    """Raise `ClientDisconnected` once the client disconnects. The request's body must have been
-    read."""
+    """Raise `ClientDisconnected` once the client, whose body was read, disconnects."""
     while True:
         if (await receive())["type"] == "http.disconnect":
             raise ClientDisconnected

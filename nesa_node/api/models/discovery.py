@@ -129,8 +129,7 @@ def _summarize_records(records: list[NodeRecord]) -> AnnouncedModel:
 async def watch_missing_blocks(
     directory: ModelDirectory, model_id: ModelId, *, interval_s: float = 1.0
 ) -> None:
-    """Raise `MissingBlocksError` when two consecutive looks find the same hole that no node is
-    joining to fill.
+    """Raise `MissingBlocksError` when two looks in a row find a hole that no node will fill.
 
     A single look may miss records of a DHT member that did not answer. Never returns.
     """

@@ -174,8 +174,8 @@ def named_sse_event(data: Mapping[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\n" + sse_event(data)
 
 
-def json_response(value: Any, status: int = 200) -> Response:
-    return Response(_encode(value), status, media_type=_JSON)
+def json_response(value: Any) -> Response:
+    return Response(_encode(value), media_type=_JSON)
 
 
 def chunked_json_response(value: Mapping[str, Any]) -> Response:
@@ -317,8 +317,7 @@ class _SseWriter:
         self._write_lock = asyncio.Lock()
 
     async def write(self, data: bytes) -> None:
-        """Send `data` unless the body has ended. Raises `ClientDisconnected` after
-        `SEND_TIMEOUT_S`."""
+        """Send `data` unless the body has ended. `ClientDisconnected` after `SEND_TIMEOUT_S`."""
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S), self._write_lock:
                 if self._ended:

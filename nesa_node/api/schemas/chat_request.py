@@ -7,7 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from nesa_node.api.schemas.generation_request import Metadata, ResponseFormat, SamplingRequest
+from nesa_node.api.schemas.generation_request import (
+    ConversationFields,
+    ResponseFormat,
+    SamplingRequest,
+)
 from nesa_node.api.schemas.request_body import (
     AcceptedValues,
     ConditionalText,
@@ -145,7 +149,7 @@ class ToolChoice(RequestBody):
     function: ToolChoiceFunction
 
 
-class ChatCompletionRequest(SamplingRequest):
+class ChatCompletionRequest(SamplingRequest, ConversationFields):
     messages: Annotated[
         list[ChatMessage],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
@@ -158,19 +162,10 @@ class ChatCompletionRequest(SamplingRequest):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
 
-    metadata: Metadata | None = None
-    store: bool | None = None
-    service_tier: Annotated[Any, AcceptedValues("auto", "default")] = None
-    safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
-    prompt_cache_options: OnlyNull = None
-    prompt_cache_retention: Annotated[Any, AcceptedValues("in_memory", "in-memory", "24h")] = None
     reasoning_effort: Annotated[Any, AcceptedValues("none")] = None
     verbosity: Annotated[Any, AcceptedValues("medium")] = None
     modalities: Annotated[Any, AcceptedValues(["text"])] = None
-    moderation: OnlyNull = None
     audio: OnlyNull = None
     prediction: OnlyNull = None
     web_search_options: OnlyNull = None

@@ -95,13 +95,11 @@ def _dump_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 def _estimate_chars(messages: Sequence[ChatMessage]) -> int:
     """Estimated cost of rendering `messages`, in characters."""
-    size = 0
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    size = _CHARS_PER_MESSAGE * (len(messages) + len(calls))
+    size += sum(len(call.function.arguments) for call in calls)
     for message in messages:
-        size += (
-            _CHARS_PER_MESSAGE + len(message.text_content()) + len(message.reasoning_content or "")
-        )
-        for call in message.tool_calls or ():
-            size += _CHARS_PER_MESSAGE + len(call.function.arguments)
+        size += len(message.text_content()) + len(message.reasoning_content or "")
     return size
 
 
@@ -139,7 +137,6 @@ def _encode_render_call(tokenizer: Any, template: str, asked: dict[str, Any]) ->
 def _to_template_messages(
     messages: Sequence[ChatMessage], *, has_developer_role: bool
 ) -> list[dict[str, Any]]:
-    """Messages as dicts for the template: contents as text, arguments as objects."""
     conversation = []
     for message in messages:
         role = "system" if message.role == "developer" and not has_developer_role else message.role
@@ -148,17 +145,9 @@ def _to_template_messages(
             if (value := getattr(message, key)) is not None:
                 entry[key] = value
         if message.tool_calls:
-            entry["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": _parse_arguments(call.function.arguments),
-                    },
-                }
-                for call in message.tool_calls
-            ]
+            entry["tool_calls"] = calls = [call.model_dump() for call in message.tool_calls]
+            for call in calls:
+                call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
         conversation.append(entry)
     return conversation
 

@@ -18,7 +18,6 @@ from nesa_node.api.schemas.request_body import (
     FloatToInt,
     Label,
     LogitBias,
-    MinP,
     ModelName,
     OnlyNull,
     PresencePenalty,
@@ -35,7 +34,7 @@ from nesa_node.api.schemas.request_body import (
     limit_entries,
 )
 from nesa_node.core.logging import get_logger
-from nesa_node.web.problem import HttpProblem, invalid_request
+from nesa_node.web.problem import invalid_request
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -79,15 +78,28 @@ OnlyWithStream = Annotated[StreamOptions | None, AfterValidator(_needs_stream)]
 """Field that requires `stream`, which must be declared before it."""
 
 
+class ConversationFields(RequestBody):
+    """OpenAI's fields of chats and responses that have no effect here, or must have none."""
+
+    metadata: Metadata | None = None
+    store: bool | None = None
+    parallel_tool_calls: bool | None = None
+    service_tier: Annotated[Any, AcceptedValues("auto", "default")] = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_options: OnlyNull = None
+    prompt_cache_retention: Annotated[Any, AcceptedValues("in_memory", "in-memory", "24h")] = None
+    moderation: OnlyNull = None
+
+
 class SamplingRequest(RequestBody):
-    """Fields of chats and completions; OpenAI lacks the fields `top_k`, `min_p`,
-    `repetition_penalty` and `ignore_eos`."""
+    """Fields of chats and completions, with vLLM's, which OpenAI's API lacks."""
 
     model: ModelName = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_k: TopK | None = Field(default=None, description="0 or -1: any token")
-    min_p: MinP | None = None
+    min_p: Probability | None = None
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: PresencePenalty | None = None
     frequency_penalty: PresencePenalty | None = None
@@ -169,7 +181,7 @@ _FIELD_TYPES: dict[str, TypeAdapter[Any]] = {
     "temperature": TypeAdapter(Temperature),
     "top_p": TypeAdapter(Probability),
     "top_k": TypeAdapter(TopK),
-    "min_p": TypeAdapter(MinP),
+    "min_p": TypeAdapter(Probability),
     "repetition_penalty": TypeAdapter(RepetitionPenalty),
 }
 
@@ -260,7 +272,7 @@ async def checked_grammar(
     try:
         grammar = await offload_if_large(math.inf, lambda: json_schema_grammar(schema))
     except ValueError as error:
-        raise _format_problem(param, str(error)) from None
+        raise invalid_request(f"{param}: {str(error)[:1000]}", param=param) from None
     await check_grammar(grammar, param, check)
     return grammar
 
@@ -270,11 +282,8 @@ async def check_grammar(grammar: str, param: str, check: GrammarCheck) -> None:
     try:
         await check(grammar)
     except ValueError as error:
-        raise _format_problem(param, f"the JSON schema cannot be followed: {error}") from None
-
-
-def _format_problem(param: str, reason: str) -> HttpProblem:
-    return invalid_request(f"{param}: {reason[:1000]}", param=param)
+        reason = f"the JSON schema cannot be followed: {error}"
+        raise invalid_request(f"{param}: {reason[:1000]}", param=param) from None
 
 
 MAX_PROMPT_TOKENS = 1 << 20

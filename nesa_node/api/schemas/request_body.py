@@ -68,22 +68,15 @@ def _clamp_int(value: object) -> object:
 
 
 def limit_entries(max_entries: int) -> BeforeValidator:
-    """Validator that refuses a mapping of more than `max_entries` entries before they are
-    validated.
+    """Validator that refuses larger mappings before their entries are validated.
 
     `max_length` alone is checked after all entries, each of which may add an error.
     """
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > max_entries:
-            raise PydanticKnownError(
-                "too_long",
-                {
-                    "field_type": "Dictionary",
-                    "max_length": max_entries,
-                    "actual_length": len(value),
-                },
-            )
+            sizes = {"max_length": max_entries, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", {"field_type": "Dictionary", **sizes})
         return value
 
     return BeforeValidator(check)
@@ -141,7 +134,6 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31), FloatToInt]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), FloatToInt]
 Temperature = Annotated[float, Field(ge=0, le=2), ClampedInt]
 Probability = Annotated[float, Field(ge=0, le=1), ClampedInt]
-MinP = Annotated[float, Field(ge=0, le=1), ClampedInt]
 PresencePenalty = Annotated[float, Field(ge=-2, le=2), ClampedInt]
 RepetitionPenalty = Annotated[float, Field(gt=0, le=10), ClampedInt]
 LogitBias = Annotated[float, Field(ge=-100, le=100), ClampedInt]

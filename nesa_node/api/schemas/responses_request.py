@@ -17,8 +17,8 @@ from nesa_node.api.schemas.chat_request import (
 )
 from nesa_node.api.schemas.generation_request import (
     ANY_OBJECT,
+    ConversationFields,
     JsonObject,
-    Metadata,
     OnlyWithStream,
     PlainText,
     override_sampling,
@@ -109,7 +109,7 @@ class ReasoningOptions(RequestBody):
     generate_summary: OnlyNull = None
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(ConversationFields):
     model: ModelName = None
     input: (
         Text
@@ -132,15 +132,7 @@ class ResponsesRequest(RequestBody):
     stream_options: OnlyWithStream = None
 
     user: Label | None = None
-    metadata: Metadata | None = None
-    store: bool | None = None
-    parallel_tool_calls: bool | None = None
-    safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
     reasoning: ReasoningOptions | None = None
-    prompt_cache_options: OnlyNull = None
-    prompt_cache_retention: Annotated[Any, AcceptedValues("in_memory", "in-memory", "24h")] = None
-    service_tier: Annotated[Any, AcceptedValues("auto", "default")] = None
     truncation: Annotated[Any, AcceptedValues("disabled")] = None
     background: Annotated[Any, AcceptedValues(False)] = None
     tools: Annotated[Any, AcceptedValues([])] = None
@@ -153,7 +145,6 @@ class ResponsesRequest(RequestBody):
     background_options: OnlyNull = None
     context_management: OnlyNull = None
     image: OnlyNull = None
-    moderation: OnlyNull = None
 
     def messages(self) -> list[ChatMessage]:
         """The conversation as messages of a chat."""
