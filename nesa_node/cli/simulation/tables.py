@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from nesa_node.cli.simulation.swarm_source import SimulationOutcome
+from nesa_node.cli.views.text_parts import coverage_text, make_console, make_plain_table
 from nesa_node.routing.chains import Hop
-from nesa_node.routing.placement.moves import PlannedMove, RebalancePlan
+from nesa_node.routing.placement.moves import RebalancePlan
 from nesa_node.routing.placement.plan import SwarmPerformance
 from nesa_node.topology.snapshot import zero_runs
 
@@ -35,12 +36,8 @@ def print_outcome(outcome: SimulationOutcome, *, as_json: bool) -> None:
     console = _make_console()
     question, answer = outcome.question, outcome.answer
     before = answer.before.snapshot
-    console.print(
-        Text(
-            f"{outcome.name}: {len(before.nodes)} nodes, {before.num_blocks} blocks",
-            style="bold",
-        )
-    )
+    title = f"{outcome.name}: {len(before.nodes)} nodes, {before.num_blocks} blocks"
+    console.print(Text(title, style="bold"))
     holders = "a replica" if question.replicas == 1 else f"{question.replicas} replicas"
     console.print(f"wanted    {question.goal}, {holders} of every block")
     console.print(f"client    {outcome.client}")
@@ -55,20 +52,17 @@ def print_outcome(outcome: SimulationOutcome, *, as_json: bool) -> None:
     _print_moves(console, answer.moves)
     console.print()
     for name, stage in _named_stages(outcome):
-        console.print(Text(f"{name:<13}"), _coverage_text(stage), sep="")
+        counts, _ = coverage_text(stage.coverage, _COVERAGE_CHARS, above_nine="+")
+        console.print(f"{name:<13}", counts, sep="")
     console.print()
     console.print(f"chain     {_format_chain(answer.settled.chain)}", soft_wrap=False)
     console.print(_format_bound(outcome))
 
 
 def _make_console() -> Console:
-    return Console(
-        file=sys.stdout,
-        width=min(TABLE_WIDTH_CHARS, Console().width) if sys.stdout.isatty() else TABLE_WIDTH_CHARS,
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
+    console = make_console(sys.stdout, TABLE_WIDTH_CHARS)
+    console.width = min(TABLE_WIDTH_CHARS, console.width)
+    return console
 
 
 def _named_stages(outcome: SimulationOutcome) -> list[tuple[str, SwarmPerformance]]:
@@ -84,7 +78,7 @@ def _named_stages(outcome: SimulationOutcome) -> list[tuple[str, SwarmPerformanc
 
 def _comparison_table(outcome: SimulationOutcome) -> Table:
     stages = _named_stages(outcome)
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = make_plain_table()
     table.add_column("")
     for name, _ in stages:
         table.add_column(name, justify="right", no_wrap=True)
@@ -130,44 +124,26 @@ def _print_moves(console: Console, moves: RebalancePlan) -> None:
         "gain": f"a gain of {moves.gain:.0%} that pays back in {_format_duration(moves.payback_s)}",
         "none": "",
     }[moves.trigger]
-    console.print(Text(f"moves     because of {why}"))
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    console.print(f"moves     because of {why}")
+    table = make_plain_table()
     for name in ("node", "from", "to"):
         table.add_column(name, no_wrap=True)
     for name in ("saves", "loads", "hands over", "away", "wave"):
         table.add_column(name, justify="right", no_wrap=True)
     for move in moves.moves:
-        table.add_row(*_move_cells(move))
+        table.add_row(
+            move.peer_id,
+            str(move.before) if len(move.before) else "nothing",
+            str(move.after),
+            f"{move.gain:.0%}" if move.reason == "gain" else "-",
+            f"{move.load_bytes / 1e9:.1f} GB",
+            f"{move.cache_tokens} tokens" if move.cache_tokens else "nothing",
+            _format_duration(move.away_s),
+            str(move.wave + 1),
+        )
     console.print(table)
     if moves.refused:
         console.print(f"          {moves.refused}")
-
-
-def _move_cells(move: PlannedMove) -> tuple[str, ...]:
-    saves = f"{move.gain:.0%}" if move.reason == "gain" else "-"
-    return (
-        move.peer_id,
-        str(move.before) if len(move.before) else "nothing",
-        str(move.after),
-        saves,
-        f"{move.load_bytes / 1e9:.1f} GB",
-        f"{move.cache_tokens} tokens" if move.cache_tokens else "nothing",
-        _format_duration(move.away_s),
-        str(move.wave + 1),
-    )
-
-
-def _coverage_text(stage: SwarmPerformance) -> Text:
-    """Count of replicas as one character per block, or per group of blocks (its minimum)."""
-    coverage = stage.coverage
-    group = -(-len(coverage) // _COVERAGE_CHARS)
-    lowest = [min(coverage[at : at + group]) for at in range(0, len(coverage), group)]
-    text = Text("0 ")
-    for count in lowest:
-        style = "bold red" if count == 0 else "yellow" if count == 1 else "green"
-        text.append("." if count == 0 else "+" if count > 9 else str(count), style=style)
-    text.append(f" {len(coverage)}")
-    return text
 
 
 def _format_chain(chain: Sequence[Hop]) -> str:
@@ -272,7 +248,7 @@ def print_replay(rows: Sequence[ReplayedSnapshot], *, as_json: bool) -> None:
         print()
         return
     console = _make_console()
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = make_plain_table()
     for name in ("at", "nodes", "latency", "tokens/s", "holders", "holes", "triggers"):
         table.add_column(name, justify="left" if name == "triggers" else "right", no_wrap=True)
     table.add_column("moves it would have made")

@@ -1,9 +1,4 @@
-"""Terminal output of logged decisions, for `nesa-node explain`.
-
-Terminal output of a logged placement decision.
-
-Terminal output of a logged tuning decision, from a study of stored snapshots.
-"""
+"""Terminal output of logged decisions, for `nesa-node explain`."""
 
 from __future__ import annotations
 
@@ -15,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from nesa_node.cli.client_model import short_peer_id
+from nesa_node.cli.views.text_parts import make_console
 from nesa_node.core.decision_log import LoggedDecision
 
 _TRIGGER_LABELS = {
@@ -32,42 +27,33 @@ _PARAMETER_LABELS = {
 }
 
 
-def print_placement(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
+def _print_placement(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
     """Print the trigger, the effect, each move and the reasons of moves not made."""
     done = "published" if body["published"] else "nothing was published"
-    console.print(Text(f"placement {name}, {when}: {done}"))
+    schema = f", schema {body['schema']}" if body["schema"] else ""
+    console.print(f"placement {name}, {when}: {done}")
     console.print(
-        Text(
-            f"model {body['model']}, {body['nodes']} nodes, epoch {body['epoch']}, strategy "
-            f"{body['strategy']}{_format_schema(body)}\nfrom snapshot {body['based_on']}"
-        )
+        f"model {body['model']}, {body['nodes']} nodes, epoch {body['epoch']}, strategy "
+        f"{body['strategy']}{schema}\nfrom snapshot {body['based_on']}"
     )
     if body["trigger"] != "none":
-        console.print(Text(f"because of {_TRIGGER_LABELS.get(body['trigger'], body['trigger'])}"))
-    console.print(Text(f"reason: {body['reason']}"))
+        console.print(f"because of {_TRIGGER_LABELS.get(body['trigger'], body['trigger'])}")
+    console.print(f"reason: {body['reason']}")
     if body["refused"] and body["refused"] not in body["reason"]:
-        console.print(Text(f"not done: {body['refused']}"))
+        console.print(f"not done: {body['refused']}")
     if body["moves"]:
         console.print(_comparison_table(body))
         console.print(_moves_table(body["moves"]))
         lost_s = body["parameters"].get("cost_s")
         if lost_s is not None:
-            console.print(Text(f"moving costs {lost_s:.2g} s of the whole swarm's work"))
+            console.print(f"moving costs {lost_s:.2g} s of the whole swarm's work")
     elif body["latency_s"][0] is not None:
-        console.print(
-            Text(
-                f"a step took {_format_latency(body['latency_s'][0])}, "
-                f"{_format_rate(body['steps_per_s'][0])} in all"
-            )
-        )
+        latency, rate = _format_latency(body["latency_s"][0]), _format_rate(body["steps_per_s"][0])
+        console.print(f"a step took {latency}, {rate} in all")
     if body["parameters"]:
-        console.print(Text(f"wanted: {_format_parameters(body)}"))
+        console.print(f"wanted: {_format_parameters(body)}")
     if body["triggers"]:
         console.print(_triggers_table(body["triggers"]))
-
-
-def _format_schema(body: Mapping[str, Any]) -> str:
-    return f", schema {body['schema']}" if body["schema"] else ""
 
 
 def _comparison_table(body: Mapping[str, Any]) -> Table:
@@ -109,7 +95,7 @@ def _triggers_table(triggers: Sequence[Mapping[str, Any]]) -> Table:
             "inf" if trigger["figure"] is None else f"{trigger['figure']:.3g}",
             f"{trigger['threshold']:.3g}",
             "yes" if trigger["fired"] else "no",
-            Text(trigger["reason"]),
+            trigger["reason"],
         )
     return table
 
@@ -125,28 +111,26 @@ def _format_parameters(body: Mapping[str, Any]) -> str:
 
 
 def _format_latency(seconds: float | None) -> str:
-    return "no chain" if seconds is None else f"{1000 * seconds:.1f} ms"
+    return "no chain" if seconds is None else _format_ms(seconds)
 
 
 def _format_rate(steps_per_s: float | None) -> str:
     return "-" if steps_per_s is None else f"{steps_per_s:.1f} steps/s"
 
 
-def print_tuning(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
+def _print_tuning(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
     """Print the exponents of the greedy rule with their reason, and the result for schemas."""
     done = "changed" if body["published"] else "nothing was changed"
-    console.print(Text(f"{name}, {when}: {done}\nmodel {body['model']}"))
+    console.print(f"{name}, {when}: {done}\nmodel {body['model']}")
     if body["candidates"]:
         console.print(
-            Text(
-                f"{body['candidates']} candidates each, by the genetic algorithm and by chance, on "
-                f"{body['learnt_from']} sessions; judged on {body['held_out']} that came later"
-            )
+            f"{body['candidates']} candidates each, by the genetic algorithm and by chance, on "
+            f"{body['learnt_from']} sessions; judged on {body['held_out']} that came later"
         )
-    console.print(Text(f"exponents: {body['reason']}"))
+    console.print(f"exponents: {body['reason']}")
     values = ", ".join(f"{term} {value:.3g}" for term, value in body["exponents"].items())
-    console.print(Text(f"in use (version {body['version']}): {values}"))
-    console.print(Text(f"schemas: {body['schemas']}"))
+    console.print(f"in use (version {body['version']}): {values}")
+    console.print(f"schemas: {body['schemas']}")
 
 
 PIPE_WIDTH_CHARS = 100
@@ -161,7 +145,7 @@ _TERM_LABELS = {
 
 def print_decisions(decisions: Sequence[LoggedDecision], rows: int) -> None:
     """Print a table of at most `rows` rows, of `decisions` from the newest; repeats share a row."""
-    console = _make_console()
+    console = make_console(sys.stdout, PIPE_WIDTH_CHARS)
     if not decisions:
         console.print(
             "no decision was logged on this machine yet: run `generate` or `orchestrate` first"
@@ -178,9 +162,9 @@ def print_decisions(decisions: Sequence[LoggedDecision], rows: int) -> None:
             _format_time(decision)[5:],
             kind,
             _short_name(decision),
-            Text(strategy),
+            strategy,
             _format_step(decision.body),
-            Text(f"{reason}{count}"),
+            f"{reason}{count}",
         )
     console.print(table)
     console.print("`nesa-node explain NAME` says why.")
@@ -195,22 +179,17 @@ def _row_key(decision: LoggedDecision) -> tuple[str, str, str]:
 
 def print_decision(decision: LoggedDecision) -> None:
     """Print one decision with its cost terms and alternatives."""
-    if decision.kind == "session":
-        _print_session(decision)
-    elif decision.kind == "tuning":
-        print_tuning(_make_console(), decision.name, _format_time(decision), decision.body)
-    else:
-        print_placement(_make_console(), decision.name, _format_time(decision), decision.body)
+    printers = {"session": _print_session, "tuning": _print_tuning}
+    printer = printers.get(decision.kind, _print_placement)
+    console = make_console(sys.stdout, PIPE_WIDTH_CHARS)
+    printer(console, decision.name, _format_time(decision), decision.body)
 
 
-def _print_session(decision: LoggedDecision) -> None:
-    console, body = _make_console(), decision.body
+def _print_session(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
+    excluded = f" ({body['excluded']} were excluded)" if body["excluded"] else ""
     console.print(
-        Text(
-            f"session {decision.name}, {_format_time(decision)}: {body['reason']}\n"
-            f"model {body['model']}, strategy {body['strategy']}, among {body['nodes']} nodes"
-            + (f" ({body['excluded']} were excluded)" if body["excluded"] else "")
-        )
+        f"session {name}, {when}: {body['reason']}\n"
+        f"model {body['model']}, strategy {body['strategy']}, among {body['nodes']} nodes{excluded}"
     )
     table = Table("node", "blocks", "transfer to it", "overhead", "computing", "load")
     for visit in body["chain"]:
@@ -227,14 +206,14 @@ def _print_session(decision: LoggedDecision) -> None:
         for term, seconds in step_s.items()
         if seconds
     )
-    console.print(Text(f"a step was expected to take {_format_ms(sum(step_s.values()))}: {causes}"))
+    console.print(f"a step was expected to take {_format_ms(sum(step_s.values()))}: {causes}")
     own = dict(body["terms"])
     lost_s = own.pop("failures_s", 0.0)
     if lost_s:
-        console.print(Text(f"failures are expected to cost {_format_ms(lost_s)} more per token"))
+        console.print(f"failures are expected to cost {_format_ms(lost_s)} more per token")
     if own != dict(step_s):
         terms = ", ".join(f"{term} {value:.4g}" for term, value in body["terms"].items())
-        console.print(Text(f"the strategy's own cost was {body['cost']:.4g}: {terms}"))
+        console.print(f"the strategy's own cost was {body['cost']:.4g}: {terms}")
     _print_alternatives(console, body)
 
 
@@ -248,7 +227,7 @@ def _print_alternatives(console: Console, body: Mapping[str, Any]) -> None:
             continue
         table.add_row(
             short_peer_id(alternative["without"]),
-            Text(" → ".join(_format_hop(visit) for visit in chain)),
+            " → ".join(map(_format_hop, chain)),
             _format_ms(alternative["step_s"]),
             f"{100 * (alternative['step_s'] / chosen_s - 1):+.0f} %" if chosen_s else "",
         )
@@ -282,9 +261,3 @@ def _format_ms(seconds: float) -> str:
 
 def _format_time(decision: LoggedDecision) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(decision.made_at))
-
-
-def _make_console() -> Console:
-    # Peer ids and model names are untrusted: no markup.
-    width = None if sys.stdout.isatty() else PIPE_WIDTH_CHARS
-    return Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)

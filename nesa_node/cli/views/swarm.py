@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from math import isnan
-from typing import Literal, TextIO
+from typing import Literal
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from nesa_node.cli.client_model import short_peer_id
+from nesa_node.cli.views.text_parts import coverage_text, make_console, make_plain_table
 from nesa_node.core.ids import PeerId, model_name_candidates
 from nesa_node.core.span import Span
 from nesa_node.swarm.dht.records import NodeRecord, filter_by_model, majority_num_blocks
@@ -143,19 +144,8 @@ def _nodes_to_json(records: Sequence[NodeRecord]) -> list[dict[str, object]]:
     ]
 
 
-def make_console(out: TextIO) -> Console:
-    return Console(
-        file=out,
-        width=None if out.isatty() else PIPE_WIDTH_CHARS,
-        # Names in records are untrusted: no markup.
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
-
-
 def print_models(models: Sequence[ModelNodes], *, missing: str = _EMPTY_SWARM_TEXT) -> None:
-    console = make_console(sys.stdout)
+    console = make_console(sys.stdout, PIPE_WIDTH_CHARS)
     console.print(render_models(models, width=console.width, missing=missing))
 
 
@@ -197,7 +187,10 @@ def _render_model(
     nodes = f"{len(model.records)} node{'' if len(model.records) == 1 else 's'}"
     yield Text(f"{model.model_id}, {model.num_blocks} blocks, {nodes}", style="bold")
     yield _nodes_table(model.records, departed, width=width)
-    yield Text("coverage  ").append_text(_coverage_text(model.coverage))
+    counts, group = coverage_text(model.coverage, MAX_COVERAGE_CHARS, above_nine="9")
+    if group > 1:
+        counts.append(f"  (minimum of every {group} blocks)")
+    yield Text("coverage  ").append_text(counts)
     if model.holes:
         names = ", ".join(str(hole) for hole in model.holes)
         yield Text(f"holes     {names}: no node serves these blocks", style="bold red")
@@ -214,7 +207,7 @@ def _render_model(
 def _nodes_table(
     records: Sequence[NodeRecord], departed: Sequence[DepartedNode], *, width: int
 ) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = make_plain_table()
     narrow = width < PIPE_WIDTH_CHARS
     columns = [column for column in _COLUMNS if not (narrow and column.wide_only)]
     for column in columns:
@@ -253,20 +246,6 @@ def format_codecs(sent_bytes: Mapping[str, int]) -> str:
         return shares[0][0]
     largest_first = sorted(shares, key=lambda pair: -pair[1])
     return ", ".join(f"{codec} {share:.0%}" for codec, share in largest_first)
-
-
-def _coverage_text(coverage: Sequence[int]) -> Text:
-    """Count of serving nodes as one character per block, or per group of blocks (its minimum)."""
-    group = -(-len(coverage) // MAX_COVERAGE_CHARS)
-    lowest = [min(coverage[at : at + group]) for at in range(0, len(coverage), group)]
-    text = Text("0 ")
-    for count in lowest:
-        style = "bold red" if count == 0 else "yellow" if count == 1 else "green"
-        text.append("." if count == 0 else str(min(count, 9)), style=style)
-    text.append(f" {len(coverage)}")
-    if group > 1:
-        text.append(f"  (minimum of every {group} blocks)")
-    return text
 
 
 def _format_precision(record: NodeRecord) -> str:

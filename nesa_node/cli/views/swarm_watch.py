@@ -15,12 +15,13 @@ from rich.live import Live
 
 from nesa_node.cli.swarm_reader import open_reader, read_records
 from nesa_node.cli.views.swarm import (
+    PIPE_WIDTH_CHARS,
     DepartedNode,
     describe_absence,
     group_by_model,
-    make_console,
     render_models,
 )
+from nesa_node.cli.views.text_parts import make_console
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.settings.models import ClientConfig
 from nesa_node.swarm.dht.records import NodeRecord
@@ -93,28 +94,23 @@ async def watch_swarm(
 @contextmanager
 def open_watch_table(wanted: str | None) -> Iterator[Callable[[WatchFrame], None]]:
     """Yield a function that shows a reading on stdout."""
-    console = make_console(sys.stdout)
+    console = make_console(sys.stdout, PIPE_WIDTH_CHARS)
 
-    def view(look: WatchFrame, width: int) -> Group:
+    def view(look: WatchFrame) -> Group:
         return render_models(
             group_by_model(look.records, wanted),
-            width=width,
+            width=console.width,
             departed=[gone for gone in look.departed if group_by_model([gone.record], wanted)],
             missing=describe_absence(look.records, wanted),
         )
 
+    def print_below(look: WatchFrame) -> None:
+        console.print(time.strftime("--- %H:%M:%S"))
+        console.print(view(look))
+        sys.stdout.flush()
+
     if not console.is_terminal:
-
-        def print_it(look: WatchFrame) -> None:
-            console.print(time.strftime("--- %H:%M:%S"))
-            console.print(view(look, console.width))
-            sys.stdout.flush()
-
-        yield print_it
+        yield print_below
         return
     with Live(console=console, auto_refresh=False, transient=False) as live:
-
-        def replace(look: WatchFrame) -> None:
-            live.update(view(look, console.width), refresh=True)
-
-        yield replace
+        yield lambda look: live.update(view(look), refresh=True)

@@ -8,8 +8,9 @@ import pytest
 
 from nesa_node.cli.app import run_command
 from nesa_node.cli.argv import fill_optional_values
-from nesa_node.cli.views.swarm import DepartedNode, group_by_model, make_console, render_models
+from nesa_node.cli.views.swarm import DepartedNode, group_by_model, render_models
 from nesa_node.cli.views.swarm_watch import SHOW_DEPARTED_S, DepartureTracker
+from nesa_node.cli.views.text_parts import make_console
 from nesa_node.swarm.dht.records import NodeRecord
 from tests.cli.test_views import NOW, record
 
@@ -23,7 +24,7 @@ class Clock:
 
 
 def shown(records: list[NodeRecord], gone: list[DepartedNode], width: int) -> list[str]:
-    console = make_console(io.StringIO())
+    console = make_console(io.StringIO(), 120)
     console.width = width
     with console.capture() as captured:
         console.print(render_models(group_by_model(records), width=width, departed=gone))
