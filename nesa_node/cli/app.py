@@ -1,9 +1,4 @@
-"""The `nesa-node` command: dispatch to commands, and errors as one line and an exit code.
-
-Reports on stderr of what a command waits for, after two seconds.
-
-Short and full help: `--help` shows the flags that most users need, `--help-all` all flags.
-"""
+"""The `nesa-node` command: dispatch to commands, and errors as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -118,24 +113,13 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-for _name, _command in {
-    "run": run,
-    "bootstrap": bootstrap,
-    "orchestrate": orchestrate,
-    "api": api,
-    "generate": generate,
-    "chat": chat,
-    "status": status,
-    "dashboard": dashboard,
-    "explain": explain,
-    "simulate": simulate,
-    "identity": identity,
-    "doctor": doctor,
-    "demo": demo,
-    "eval": evaluate,
-}.items():
+for _command in (
+    *(run, bootstrap, orchestrate, api, generate, chat, status, dashboard),
+    *(explain, simulate, identity, doctor, demo, evaluate),
+):
     # By its path: then the parser evaluates the flags of the command that is used, not of all.
     _path = f"{_command.__module__}:{_command.__name__}"
+    _name = "eval" if _command is evaluate else _command.__name__
     app.command(_path, name=_name, help=_command.__doc__)
 app.command(keys)
 

@@ -7,7 +7,7 @@ and file keys read alike. A flag that is not given is missing in the dictionary.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -114,18 +114,15 @@ def advanced_flags() -> frozenset[str]:
     """Names of the flags of settings that only `--help-all` shows."""
     from nesa_node.core.settings.models import ALL_CONFIGS
 
-    return frozenset(
-        name for config in ALL_CONFIGS for name in _advanced_names(config.model_fields)
-    )
-
-
-def _advanced_names(fields: dict[str, FieldInfo]) -> Iterator[str]:
-    for name, field in fields.items():
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and not extra["basic"]:
-            yield f"--{name.replace('_', '-')}"
-            if extra["alias"]:
-                yield str(extra["alias"])
+    names = set()
+    for config in ALL_CONFIGS:
+        for name, field in config.model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and not extra["basic"]:
+                names.add(f"--{name.replace('_', '-')}")
+                if extra["alias"]:
+                    names.add(str(extra["alias"]))
+    return frozenset(names)
 
 
 def load_command_config(

@@ -1,15 +1,4 @@
-"""`nesa-node run MODEL`: serve a span of a model until stopped.
-
-`nesa-node orchestrate`: an orchestrator that serves no blocks.
-
-`nesa-node bootstrap`: a member of the DHT that serves no blocks.
-
-`nesa-node api`: OpenAI's API over the models of a swarm.
-
-`nesa-node dashboard`: a live web page about a swarm.
-
-`nesa-node identity`: the peer id of a daemon, before it runs.
-"""
+"""Commands that serve until stopped, and `nesa-node identity`."""
 
 from __future__ import annotations
 

@@ -137,10 +137,8 @@ class DemoPrompt:
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
         from nesa_node.cli.text_generation import encode_messages
 
-        template = tokenizer.chat_template is not None
-        return encode_messages(
-            tokenizer, [{"role": "user", "content": self.text}], template=template
-        )
+        message = {"role": "user", "content": self.text}
+        return encode_messages(tokenizer, [message], template=tokenizer.chat_template is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +213,8 @@ def _print_nodes(nodes: Sequence[LocalNode]) -> None:
     from nesa_node.core.settings.models import ClientConfig
 
     for node in nodes:
-        print(
-            f"  {node.name}  blocks {node.span!s:>5}  serves {node.startup_s:.1f} s after its start"
-        )
+        serves = f"serves {node.startup_s:.1f} s after its start"
+        print(f"  {node.name}  blocks {node.span!s:>5}  {serves}")
     print(flush=True)
     config = ClientConfig(initial_peers=nodes[0].addresses)
     print_models(group_by_model(asyncio.run(read_swarm(config)).records))

@@ -36,17 +36,17 @@ def doctor(model: ModelArgument = None, /, *, flags: Flags["ClientConfig"] | Non
 
 def _run_checks(config: ClientConfig) -> Iterator[Finding]:
     from nesa_node.cli.commands import doctor_checks as checks
-    from nesa_node.cli.commands.doctor_checks import check_model, check_peers, p2pd_path
+    from nesa_node.swarm.p2p.hivemind_imports import P2PD_PATH
 
     yield from checks.check_versions()
-    yield from checks.check_p2pd(Path(p2pd_path()))
+    yield from checks.check_p2pd(Path(P2PD_PATH))
     yield from checks.check_devices()
     yield from checks.check_memory_and_disk(config.cache_dir)
     yield from checks.check_listen_ports()
     yield from checks.check_clock()
-    yield from check_peers(config)
+    yield from checks.check_peers(config)
     if config.model is not None:
-        yield from check_model(config, config.model)
+        yield from checks.check_model(config, config.model)
 
 
 def _print_finding(finding: Finding) -> None:

@@ -1,7 +1,4 @@
-"""Checks of this machine for `nesa-node doctor`. Each yields findings; none raises.
-
-Checks of peers, their clocks and the model for `nesa-node doctor`.
-"""
+"""Checks of this machine, of peers and of the model. Each yields findings; none raises."""
 
 from __future__ import annotations
 
@@ -91,11 +88,8 @@ def check_devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        yield Finding(
-            "ok",
-            "gpu",
-            f"cuda:{index} {name}, {free / _GIB_BYTES:.1f} of {total / _GIB_BYTES:.1f} GiB free",
-        )
+        text = f"cuda:{index} {name}, {free / _GIB_BYTES:.1f} of {total / _GIB_BYTES:.1f} GiB free"
+        yield Finding("ok", "gpu", text)
 
 
 def _cpu_flags() -> set[str]:
@@ -137,10 +131,8 @@ def check_clock() -> Iterator[Finding]:
 
 def check_listen_ports() -> Iterator[Finding]:
     """Check that a port can be opened on all interfaces, for IPv4 and IPv6."""
-    for name, family, address in (
-        ("ipv4", socket.AF_INET, "0.0.0.0"),
-        ("ipv6", socket.AF_INET6, "::"),
-    ):
+    families = (("ipv4", socket.AF_INET, "0.0.0.0"), ("ipv6", socket.AF_INET6, "::"))
+    for name, family, address in families:
         try:
             with socket.create_server((address, 0), family=family):
                 yield Finding("ok", name, "can listen")
@@ -160,12 +152,6 @@ _DIAL_TIMEOUT_S = 10.0
 _REACH_ADVICE = "check that the node runs, its address and port, and firewalls between"
 
 
-def p2pd_path() -> str:
-    from nesa_node.swarm.p2p.hivemind_imports import P2PD_PATH
-
-    return str(P2PD_PATH)
-
-
 def check_peers(config: ClientConfig) -> Iterator[Finding]:
     """Dial each initial peer on its own, then read the swarm's records and compare clocks.
 
@@ -182,7 +168,9 @@ def check_peers(config: ClientConfig) -> Iterator[Finding]:
     try:
         findings = asyncio.run(_dial_all(config.initial_peers))
     except NesaError as error:
-        yield Finding("fail", "peers", str(error), _dial_advice(error))
+        daemon_advice = "libp2p's daemon does not start on this machine: see the line p2pd above"
+        advice = _REACH_ADVICE if isinstance(error, BootstrapError) else daemon_advice
+        yield Finding("fail", "peers", str(error), advice)
         return
     yield from findings
     if not any(finding.level == "ok" for finding in findings):
@@ -205,9 +193,10 @@ async def _dial_all(addresses: tuple[str, ...]) -> list[Finding]:
     with tempfile.TemporaryDirectory(prefix="nesa-doctor-") as folder:
         async with open_transport(Identity.ephemeral(Path(folder)), listen=False) as transport:
             for address in addresses:
+                peer = PeerId(address.rpartition("/p2p/")[2])
                 started = time.perf_counter()
                 try:
-                    await transport.connect(_parse_peer_id(address), [address], _DIAL_TIMEOUT_S)
+                    await transport.connect(peer, [address], _DIAL_TIMEOUT_S)
                 except PeerUnreachableError as error:
                     reason = " ".join(str(error).split())
                     findings.append(Finding("fail", "peer", f"{address}: {reason}", _REACH_ADVICE))
@@ -215,17 +204,6 @@ async def _dial_all(addresses: tuple[str, ...]) -> list[Finding]:
                     ms = (time.perf_counter() - started) * 1000
                     findings.append(Finding("ok", "peer", f"{address} connected in {ms:.0f} ms"))
     return findings
-
-
-def _dial_advice(error: NesaError) -> str:
-    """Advice for when no peer could be dialled."""
-    if isinstance(error, BootstrapError):
-        return _REACH_ADVICE
-    return "libp2p's daemon does not start on this machine: see the line p2pd above"
-
-
-def _parse_peer_id(address: str) -> PeerId:
-    return PeerId(address.rpartition("/p2p/")[2])
 
 
 def check_clock_skew(reading: SwarmReading, now: float) -> Iterator[Finding]:

@@ -152,10 +152,12 @@ def evaluate(
             parse_names,
             read_passage,
         )
+        from nesa_node.engine.model.devices import choose_device
         from nesa_node.evaluation.cells import (
             WEIGHTS,
             WEIGHTS_AS_SERVED,
             WIRE_CODECS,
+            LocalModels,
             check_weights,
             check_wire,
             make_cells,
@@ -166,7 +168,7 @@ def evaluate(
     if not live:
         check_weights(chosen)
 
-    from nesa_node.evaluation.results import print_rows
+    from nesa_node.evaluation.results import print_rows, write_rows
 
     checkpoint, tokenizer, config = _open_checkpoint(config)
     check_wire(codecs, hidden_size=int(checkpoint.config.hidden_size))
@@ -187,11 +189,15 @@ def evaluate(
         )
     # Dtype of hidden states on the wire; nodes of a live swarm choose their own compute dtype.
     dtype = "bfloat16" if config.torch_dtype == "auto" and not live else config.torch_dtype
-    open_model = (
-        _make_live_opener(config)
-        if live
-        else _make_local_opener(checkpoint, config, dtype, nodes=nodes)
-    )
+    if live:
+        open_model = _make_live_opener(config)
+    else:
+        open_model = LocalModels(
+            checkpoint,
+            nodes=nodes,
+            dtype=checkpoint.resolve_dtype(dtype),
+            device=choose_device(config.device),
+        ).open
     rows = _measure_cells(open_model, tokenizer, make_cells(chosen, codecs), sample)
     if live:
         save_last_swarm(config, config.model)
@@ -207,26 +213,16 @@ def evaluate(
             "tasks": tasks,
             "task_limit": task_limit,
             "seed": seed,
+            "tokens": len(sample.ids),
+            "context": sample.context,
+            "stride": sample.stride,
+            "items": len(sample.items),
         }
-        _write_json(rows, sample, json, options)
+        try:
+            write_rows(rows, json, options=options)
+        except OSError as error:
+            raise ConfigError(f"--json {json}: cannot be written ({error.strerror})") from error
     return 0
-
-
-def _write_json(
-    rows: Sequence[CellResult], sample: EvaluationSample, path: Path, options: dict[str, object]
-) -> None:
-    from nesa_node.evaluation.results import write_rows
-
-    sizes = {
-        "tokens": len(sample.ids),
-        "context": sample.context,
-        "stride": sample.stride,
-        "items": len(sample.items),
-    }
-    try:
-        write_rows(rows, path, options=options | sizes)
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from error
 
 
 def _check_numbers(
@@ -267,20 +263,6 @@ def _open_checkpoint(
         cache_dir=config.cache_dir,
     )
     return checkpoint, load_tokenizer(checkpoint.fetch_side_files()), config
-
-
-def _make_local_opener(
-    checkpoint: Checkpoint, config: ClientConfig, dtype: str, *, nodes: int
-) -> OpenModel:
-    from nesa_node.engine.model.devices import choose_device
-    from nesa_node.evaluation.cells import LocalModels
-
-    return LocalModels(
-        checkpoint,
-        nodes=nodes,
-        dtype=checkpoint.resolve_dtype(dtype),
-        device=choose_device(config.device),
-    ).open
 
 
 def _make_live_opener(config: ClientConfig) -> OpenModel:

@@ -14,8 +14,6 @@ from nesa_node.cli.prompt import check_utf8, read_prompt
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nesa_node.cli.text_generation import TimedAnswer
-    from nesa_node.client.model.inference_session import InferenceSession
     from nesa_node.core.settings.models import AnswerConfig
 
 
@@ -41,6 +39,7 @@ def generate(
     Decodes greedily, unless --temperature or --top-p is given.
     """
     from nesa_node.cli.client_model import (
+        describe_route,
         open_client_model,
         require_model,
         resolve_initial_peers,
@@ -71,16 +70,10 @@ def generate(
                 distributed, tokenizer, ids_1L, options, out=sys.stdout, session=session
             )
             save_last_swarm(config, config.model)
-            _print_statistics(result, ids_1L.shape[1], session)
+            print(
+                f"[{ids_1L.shape[1]} + {len(result.token_ids)} tokens, first after "
+                f"{result.first_token_s:.2f} s, then {result.tokens_per_s:.1f} tokens/s, "
+                f"{describe_route(session)}]",
+                file=sys.stderr,
+            )
     return 0
-
-
-def _print_statistics(result: TimedAnswer, prompt_tokens: int, session: InferenceSession) -> None:
-    from nesa_node.cli.client_model import describe_route
-
-    print(
-        f"[{prompt_tokens} + {len(result.token_ids)} tokens, first after "
-        f"{result.first_token_s:.2f} s, then {result.tokens_per_s:.1f} tokens/s, "
-        f"{describe_route(session)}]",
-        file=sys.stderr,
-    )

@@ -64,6 +64,8 @@ def add(
             raise ConfigError(f"{flag} must be at least 1; leave it away for no limit")
     if expires_days is not None and not 0 < expires_days <= _MAX_EXPIRY_DAYS:
         raise ConfigError(f"--expires-days must lie in (0, {_MAX_EXPIRY_DAYS}]")
+    if not 1 <= len(name) <= 64 or not name.isprintable() or not name.strip():
+        raise ConfigError(f"{name!r} is no name of 1 to 64 printable characters")
     limits = KeyLimits(
         requests_per_minute=requests_per_min,
         tokens_per_minute=tokens_per_min,
@@ -71,7 +73,7 @@ def add(
     )
     ends_at = None if expires_days is None else time.time() + expires_days * _DAY_S
     store = _open_store(keys_path, config)
-    made, secret = store.add(_check_name(name), limits, ends_at)
+    made, secret = store.add(name, limits, ends_at)
     print(
         f"key {made.id} for {made.name}, kept as a hash in {store.path}; it is shown only now:",
         file=sys.stderr,
@@ -94,7 +96,8 @@ def list_keys(
     found = store.read_all()
     if as_json:
         shown = [
-            {**key.model_dump(exclude={"sha256"}), "expired": _is_expired(key)} for key in found
+            {**key.model_dump(exclude={"sha256"}), "expired": key.has_expired(time.time())}
+            for key in found
         ]
         json.dump(shown, sys.stdout, indent=2)
         print()
@@ -138,16 +141,6 @@ def _open_store(keys_path: str | None, config_path: Path | None) -> KeyStore:
     return KeyStore(config.keys_path)
 
 
-def _check_name(name: str) -> str:
-    if not 1 <= len(name) <= 64 or not name.isprintable() or not name.strip():
-        raise ConfigError(f"{name!r} is no name of 1 to 64 printable characters")
-    return name
-
-
-def _is_expired(key: StoredKey) -> bool:
-    return key.has_expired(time.time())
-
-
 def _print_table(found: tuple[StoredKey, ...]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -165,7 +158,7 @@ def _print_table(found: tuple[StoredKey, ...]) -> None:
             "never" if key.expires_at is None else _format_day(key.expires_at),
             _format_limits(key),
         )
-        table.add_row(*map(Text, cells), style="dim" if _is_expired(key) else None)
+        table.add_row(*map(Text, cells), style="dim" if key.has_expired(time.time()) else None)
     width = None if sys.stdout.isatty() else 160
     Console(width=width, highlight=False).print(table)
 
@@ -179,13 +172,10 @@ def _format_minute(at: float) -> str:
 
 
 def _format_limits(key: StoredKey) -> str:
-    parts = [
-        f"{count} {what}"
-        for count, what in (
-            (key.requests_per_minute, "requests/min"),
-            (key.tokens_per_minute, "tokens/min"),
-            (key.concurrent_requests, "at once"),
-        )
-        if count is not None
-    ]
+    limits = (
+        (key.requests_per_minute, "requests/min"),
+        (key.tokens_per_minute, "tokens/min"),
+        (key.concurrent_requests, "at once"),
+    )
+    parts = [f"{count} {what}" for count, what in limits if count is not None]
     return ", ".join(parts) or "none of its own"

@@ -82,22 +82,14 @@ class NodeWatcher:
         alive = [each for each in self._nodes if each.process.poll() is None]
         holders = [each.name for each in alive if each.span == node.span]
         left = f"{', '.join(holders)} goes on with them" if holders else "no other node holds them"
-        lines = (
-            f"\n  {node.name} has ended ({_exit_cause(node.process.returncode)}); it held blocks "
-        )
-        lines += f"{node.span}: {left}."
+        code = node.process.returncode
+        cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        lines = f"\n  {node.name} has ended ({cause}); it held blocks {node.span}: {left}."
         if not alive:
             return f"{lines} No node is left: stop the demo with Ctrl-C, and start it again.\n"
-        command = self._restart_command(node, alive)
-        return f"{lines} In another terminal this starts it again:\n\n  {command}\n"
-
-    def _restart_command(self, node: LocalNode, alive: Sequence[LocalNode]) -> str:
         peers = [address for each in alive for address in each.addresses]
-        return shlex.join([*node.command, *self._flags, "--initial-peers", *peers])
-
-
-def _exit_cause(returncode: int) -> str:
-    return signal.Signals(-returncode).name if returncode < 0 else f"exit code {returncode}"
+        command = shlex.join([*node.command, *self._flags, "--initial-peers", *peers])
+        return f"{lines} In another terminal this starts it again:\n\n  {command}\n"
 
 
 def _choose_address() -> HttpAddress:

@@ -63,16 +63,14 @@ def local_swarm(
     Raises `SwarmError` with the tail of a daemon's log if it does not serve in time.
     """
     started: list[StartingNode] = []
+    more = tuple(flags)
     try:
-        started.append(
-            _launch_node(model, "node-1", spans[0], folder, flags, environment=environment)
-        )
-        nodes = [wait_until_serving(started[0], time.monotonic() + ready_timeout_s)]
-        more = ("--initial-peers", *nodes[0].addresses, *flags)
-        for number, span in enumerate(spans[1:], start=2):
-            started.append(
-                _launch_node(model, f"node-{number}", span, folder, more, environment=environment)
-            )
+        for number, span in enumerate(spans, start=1):
+            name = f"node-{number}"
+            started.append(_launch_node(model, name, span, folder, more, environment=environment))
+            if number == 1:
+                nodes = [wait_until_serving(started[0], time.monotonic() + ready_timeout_s)]
+                more = ("--initial-peers", *nodes[0].addresses, *flags)
         deadline = time.monotonic() + ready_timeout_s
         yield nodes + [wait_until_serving(node, deadline) for node in started[1:]]
     finally:
@@ -100,7 +98,7 @@ def start_node(
     listen: str = LOOPBACK,
 ) -> StartingNode:
     """Start a daemon listening at `listen`, which `stack` stops."""
-    node = _launch_node(model, name, span, folder, flags, listen)
+    node = _launch_node(model, name, span, folder, flags, listen=listen)
     stack.callback(stop_processes, [node.process])
     return node
 
@@ -111,6 +109,7 @@ def _launch_node(
     span: Span,
     folder: Path,
     flags: Sequence[str],
+    *,
     listen: str = LOOPBACK,
     environment: Mapping[str, str] | None = None,
 ) -> StartingNode:
