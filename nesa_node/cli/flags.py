@@ -45,6 +45,8 @@ ModelArgument = Annotated[
     str | None, Parameter(help="A local folder, or the name of a model on the hub.")
 ]
 
+JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")]
+
 _Config = TypeVar("_Config", bound="SharedConfig")
 
 

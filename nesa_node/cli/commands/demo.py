@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from cyclopts import Parameter
 
@@ -103,12 +103,12 @@ def demo(
         tempfile.TemporaryDirectory(prefix="nesa-demo-") as temporary,
         local_swarm(folder, spans, Path(temporary), flags=NODE_FLAGS) as daemons,
     ):
-        swarm = _ask_swarm(folder, daemons, prompts)
+        answers, num_hops = _ask_swarm(folder, daemons, prompts)
         if serve:
-            code = _print_comparison(swarm, _ask_transformers(folder, prompts))
+            code = _print_comparison(answers, num_hops, _ask_transformers(folder, prompts))
             serve_until_stopped(folder, daemons, NODE_FLAGS, Path(temporary), question)
             return code
-    return _print_comparison(swarm, _ask_transformers(folder, prompts))
+    return _print_comparison(answers, num_hops, _ask_transformers(folder, prompts))
 
 
 def split_demo_blocks(num_blocks: int, nodes: int) -> tuple[Span, ...]:
@@ -141,17 +141,11 @@ class DemoPrompt:
         return encode_messages(tokenizer, [message], template=tokenizer.chat_template is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class SwarmAnswers:
-    """Answers of the swarm; the last one was timed, over a chain of `hops` nodes."""
-
-    answers: Sequence[TimedAnswer]
-    hops: int
-
-
 def _ask_swarm(
     folder: Path, nodes: Sequence[LocalNode], prompts: Sequence[DemoPrompt]
-) -> SwarmAnswers:
+) -> tuple[list[TimedAnswer], int]:
+    """Answers of the swarm, and the number of nodes of the last one's chain."""
+    from nesa_node.cli.text_generation import generate_answer
     from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
     from nesa_node.engine.weights.tokenizer import load_tokenizer
 
@@ -164,10 +158,17 @@ def _ask_swarm(
         for prompt in prompts:
             ids_1L = prompt.encode(tokenizer)
             with model.inference_session(ids_1L.shape[1] + prompt.tokens) as session:
-                answers.append(_generate(model, tokenizer, prompt, session=session))
+                if not prompt.timed:
+                    print(f"\n  question      {prompt.text}\n  answer        ", end="", flush=True)
+                out = None if prompt.timed else sys.stdout
+                answers.append(
+                    generate_answer(
+                        model, tokenizer, ids_1L, prompt.sampling(), out=out, session=session
+                    )
+                )
                 hops = session.hops
         _print_chain(hops, nodes)
-    return SwarmAnswers(answers, len(hops))
+    return answers, len(hops)
 
 
 def _ask_transformers(folder: Path, prompts: Sequence[DemoPrompt]) -> list[TimedAnswer]:
@@ -186,23 +187,6 @@ def _ask_transformers(folder: Path, prompts: Sequence[DemoPrompt]) -> list[Timed
             generate_answer(model, tokenizer, prompt.encode(tokenizer), prompt.sampling(), out=None)
             for prompt in prompts
         ]
-
-
-def _generate(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompt: DemoPrompt, **options: Any
-) -> TimedAnswer:
-    from nesa_node.cli.text_generation import generate_answer
-
-    if not prompt.timed:
-        print(f"\n  question      {prompt.text}\n  answer        ", end="", flush=True)
-    return generate_answer(
-        model,
-        tokenizer,
-        prompt.encode(tokenizer),
-        prompt.sampling(),
-        out=None if prompt.timed else sys.stdout,
-        **options,
-    )
 
 
 def _print_nodes(nodes: Sequence[LocalNode]) -> None:
@@ -229,14 +213,17 @@ def _print_chain(hops: Sequence[Hop], nodes: Sequence[LocalNode]) -> None:
     print(f"  memory        {peaks} MiB at the peak of each daemon")
 
 
-def _print_comparison(swarm: SwarmAnswers, local: Sequence[TimedAnswer]) -> int:
-    answers, timed = swarm.answers, swarm.answers[-1]
+def _print_comparison(
+    answers: Sequence[TimedAnswer], num_hops: int, local: Sequence[TimedAnswer]
+) -> int:
+    """Print both timings and whether the tokens are equal; the last answer was timed."""
+    timed = answers[-1]
     mine = [token for one in answers for token in one.token_ids]
     theirs = [token for one in local for token in one.token_ids]
     equal = sum(a == b for a, b in zip(mine, theirs, strict=False))
     same = mine == theirs
     print(
-        f"  swarm         {timed.tokens_per_s:.1f} tokens/s through {swarm.hops} daemons, "
+        f"  swarm         {timed.tokens_per_s:.1f} tokens/s through {num_hops} daemons, "
         f"{timed.first_token_s * 1000:.0f} ms to the first token\n"
         f"  transformers  {local[-1].tokens_per_s:.1f} tokens/s in one process, "
         f"{local[-1].first_token_s * 1000:.0f} ms to the first token\n"

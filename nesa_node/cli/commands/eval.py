@@ -150,7 +150,6 @@ def evaluate(
             limit_parts,
             make_sample,
             parse_names,
-            read_passage,
         )
         from nesa_node.engine.model.devices import choose_device
         from nesa_node.evaluation.cells import (
@@ -162,6 +161,7 @@ def evaluate(
             check_wire,
             make_cells,
         )
+        from nesa_node.evaluation.texts import default_text, read_text
 
     chosen = parse_names("--weights", weights, (WEIGHTS_AS_SERVED,) if live else WEIGHTS)
     codecs = parse_names("--wire", wire, ("none",) if live else WIRE_CODECS)
@@ -175,9 +175,10 @@ def evaluate(
     if not live:
         nodes = limit_parts(nodes, checkpoint.num_blocks)
     with track_wait("the text and the items"):
-        name, passage = read_passage(
-            text, needed=bool(tokens) or (bool(items) and choices == GENERATED_ITEMS)
-        )
+        name, passage = None, ""
+        if tokens or (items and choices == GENERATED_ITEMS):
+            name = default_text() if text is None else text
+            passage = read_text(name)
         sample = make_sample(
             tokenizer,
             passage,

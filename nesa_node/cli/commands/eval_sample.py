@@ -22,7 +22,6 @@ from nesa_node.evaluation.tasks import (
     generate_items,
     read_items,
 )
-from nesa_node.evaluation.texts import default_text, read_text
 
 
 def parse_names(flag: str, given: str | None, default: Sequence[str]) -> tuple[str, ...]:
@@ -40,14 +39,6 @@ def limit_parts(nodes: int, num_blocks: int) -> int:
     if nodes > num_blocks:
         _warn(f"--nodes {nodes}: the model has {num_blocks} blocks, so they run in {num_blocks}")
     return min(nodes, num_blocks)
-
-
-def read_passage(text: str | None, *, needed: bool) -> tuple[str | None, str]:
-    """Name and content of the text; (None, "") if it is not `needed`."""
-    if not needed:
-        return None, ""
-    name = default_text() if text is None else text
-    return name, read_text(name)
 
 
 def choose_items(choices: str, passage: str, count: int, seed: int) -> Sequence[MultipleChoiceItem]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from nesa_node.cli.flags import OUTPUT
-
-if TYPE_CHECKING:
-    from nesa_node.core.decision_log import LoggedDecision
+from nesa_node.cli.flags import JsonFlag
 
 MAX_LISTED = 20
 MAX_READ = 1000
@@ -25,9 +22,7 @@ def explain(
     ] = None,
     /,
     *,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")
-    ] = False,
+    as_json: JsonFlag = False,
 ) -> int:
     """Show the last routing and placement decisions of this user, their costs and alternatives."""
     from nesa_node.core.decision_log import DecisionLog
@@ -36,7 +31,11 @@ def explain(
     log = DecisionLog(default_decisions_path())
     found = log.recent(MAX_LISTED if as_json else MAX_READ) if name is None else log.find(name)
     if as_json:
-        json.dump([_to_json(decision) for decision in found], sys.stdout, indent=2)
+        shown = [
+            {"kind": one.kind, "name": one.name, "made_at": one.made_at, **one.body}
+            for one in found
+        ]
+        json.dump(shown, sys.stdout, indent=2)
         print()
         return 0
     from nesa_node.cli.views.decisions import print_decision, print_decisions
@@ -47,12 +46,3 @@ def explain(
         for decision in found:
             print_decision(decision)
     return 0
-
-
-def _to_json(decision: LoggedDecision) -> dict[str, object]:
-    return {
-        "kind": decision.kind,
-        "name": decision.name,
-        "made_at": decision.made_at,
-        **decision.body,
-    }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from nesa_node.cli.flags import ACCESS, OUTPUT
+from nesa_node.cli.flags import ACCESS, OUTPUT, JsonFlag
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ def add(
 @keys.command(name="list")
 def list_keys(
     *,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")
-    ] = False,
+    as_json: JsonFlag = False,
     keys_path: _KeysPath = None,
     config: _ConfigPath = None,
 ) -> int:

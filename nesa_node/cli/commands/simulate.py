@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from nesa_node.cli.flags import OUTPUT
+from nesa_node.cli.flags import OUTPUT, JsonFlag
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.settings.choices import StrategyName
 from nesa_node.core.wait_tracking import track_wait
@@ -71,9 +71,7 @@ def simulate(
     plot: Annotated[
         Path | None, Parameter(group=OUTPUT, help="Draw it, too: a file that ends in .svg or .png.")
     ] = None,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")
-    ] = False,
+    as_json: JsonFlag = False,
 ) -> int:
     """Show how joins and losses change a swarm: latency, throughput, coverage and moves.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from nesa_node.cli.flags import OUTPUT, Flags, load_command_config
+from nesa_node.cli.flags import OUTPUT, Flags, JsonFlag, load_command_config
 from nesa_node.cli.interrupts import exit_on_interrupt
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ def status(
     ] = None,
     /,
     *,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON.")
-    ] = False,
+    as_json: JsonFlag = False,
     watch: Annotated[
         float | None,
         Parameter(group=OUTPUT, help="Repeat every so many seconds, 2 without a number."),

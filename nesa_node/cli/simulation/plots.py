@@ -31,12 +31,11 @@ def check_plot(path: Path) -> None:
 
 def plot_outcome(outcome: SimulationOutcome, path: Path) -> None:
     """Plot the nodes' spans and the chain, now and after all moves."""
-    figure, axes = _make_figure(2, sharex=True)
+    figure, axes = _make_figure()
     answer = outcome.answer
     moved = {move.peer_id for move in answer.moves.moves}
-    new = {each.peer_id for each in outcome.joined}
     _draw_spans(axes[0], answer.before, "now", frozenset(outcome.lost), "lost")
-    _draw_spans(axes[1], answer.settled, "after", moved | new, "new or moved")
+    _draw_spans(axes[1], answer.settled, "after", moved | outcome.joined.keys(), "new or moved")
     axes[1].set_xlabel("block")
     _save_figure(figure, path)
 
@@ -61,7 +60,7 @@ def _draw_spans(
 
 def plot_replay(rows: Sequence[ReplayedSnapshot], path: Path) -> None:
     """Plot latency and throughput over time, with a line at each time of moves."""
-    figure, axes = _make_figure(2, sharex=True)
+    figure, axes = _make_figure()
     at_min = [row.at_s / 60 for row in rows]
     latency_ms = [row.latency_s * 1000 for row in rows]
     axes[0].plot(at_min, [ms if math.isfinite(ms) else math.nan for ms in latency_ms])
@@ -76,11 +75,11 @@ def plot_replay(rows: Sequence[ReplayedSnapshot], path: Path) -> None:
     _save_figure(figure, path)
 
 
-def _make_figure(rows: int, *, sharex: bool) -> tuple[Any, Any]:
+def _make_figure() -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6 * rows), layout="constrained")
-    return figure, figure.subplots(rows, 1, sharex=sharex)
+    figure = Figure(figsize=(9, 7.2), layout="constrained")
+    return figure, figure.subplots(2, 1, sharex=True)
 
 
 def _save_figure(figure: Any, path: Path) -> None:

@@ -45,15 +45,13 @@ def replay_snapshots(
     earlier: RebalancePlan | None = None
     first_at = 0.0
     for snapshot in _read_snapshots(path):
+        requests = [_make_central_request(snapshot)]
         question = WhatIfSettings(
-            requests=[_make_central_request(snapshot)],
-            goal=goal,
-            replicas=replicas,
-            strategy=strategy,
+            requests=requests, goal=goal, replicas=replicas, strategy=strategy
         )
         found = rebalance(
             snapshot,
-            question.requests,
+            requests,
             goal=goal,
             replicas=replicas,
             policy=question.policy,

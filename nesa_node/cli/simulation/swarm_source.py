@@ -31,30 +31,22 @@ from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import Snapshot
 
 _WORLD_DEFAULTS = {"regions": 8.0, "nodes": 30.0, "blocks": 80.0, "clients": 4.0, "homes": 0.7}
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedNode:
-    """A node that joined, and the span that it took."""
-
-    peer_id: PeerId
-    span: Span
+_WORLD_LIMITS = {"regions": len(CITIES), "nodes": 5000, "blocks": 1000, "clients": 64}
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationOutcome:
-    """Result of a simulation: the swarm's name, the client, the changes, the planners' answer."""
+    """Result of a simulation: the swarm's name, the client, the changes, the planners' answer.
+
+    `joined` maps new nodes to the spans that they took.
+    """
 
     name: str
     client: str
     question: WhatIfSettings
-    joined: tuple[JoinedNode, ...]
+    joined: Mapping[PeerId, Span]
     lost: tuple[PeerId, ...]
     answer: WhatIfResult
-
-    @property
-    def has_changes(self) -> bool:
-        return bool(self.joined or self.lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +98,15 @@ class SimulatedSwarm:
     ) -> SimulationOutcome:
         before = assign_empty_nodes(self.snapshot, question)
         lost = self._match_removed(remove)
-        joined = _join_newcomers(before, add, self.block, self.quantization)
+        joined, rng = before, np.random.default_rng(0)
+        for words in add:
+            try:
+                newcomer = parse_newcomer(words)
+            except ConfigError as error:
+                raise ConfigError(f"--add: {error}") from None
+            joined = add_newcomers(
+                joined, newcomer, rng, block=self.block, quantization=self.quantization
+            )
         names = [node.peer_id for node in joined.nodes[len(before.nodes) :]]
         question = replace(question, requests=self._requests(joined))
         changed = joined.without_peers(*lost)
@@ -119,7 +119,7 @@ class SimulatedSwarm:
             self.name,
             self.client,
             question,
-            tuple(JoinedNode(peer, spans[peer]) for peer in names),
+            {peer: spans[peer] for peer in names},
             lost,
             answer,
         )
@@ -134,19 +134,6 @@ class SimulatedSwarm:
                 raise ConfigError(f"--remove {pattern}: no node is called that; there are {some}")
             lost += [peer for peer in found if peer not in lost]
         return tuple(lost)
-
-
-def _join_newcomers(
-    snapshot: Snapshot, words: Sequence[str], block: Block, quantization: str
-) -> Snapshot:
-    rng = np.random.default_rng(0)
-    for each in words:
-        try:
-            newcomer = parse_newcomer(each)
-        except ConfigError as error:
-            raise ConfigError(f"--add: {error}") from None
-        snapshot = add_newcomers(snapshot, newcomer, rng, block=block, quantization=quantization)
-    return snapshot
 
 
 def load_strategy(name: str) -> ChainChooser:
@@ -192,7 +179,11 @@ def make_world_swarm(words: str, seed: int) -> SimulatedSwarm:
             values[key] = float(text)
         except ValueError:
             raise ConfigError(f"--world {part}: {text!r} is no number") from None
-    _check_world(values)
+    for key, most in _WORLD_LIMITS.items():
+        if not 1 <= values[key] <= most or values[key] % 1:
+            raise ConfigError(f"--world {key}={values[key]:g}: a whole number from 1 to {most}")
+    if not 0 <= values["homes"] <= 1:
+        raise ConfigError(f"--world homes={values['homes']:g}: a share from 0 to 1")
     made = make_world(
         int(values["nodes"]),
         int(values["blocks"]),
@@ -210,17 +201,3 @@ def make_world_swarm(words: str, seed: int) -> SimulatedSwarm:
         LLAMA_70B,
         made.snapshot.nodes[0].quantization,
     )
-
-
-def _check_world(values: Mapping[str, float]) -> None:
-    limits = {
-        "regions": len(CITIES),
-        "nodes": 5000,
-        "blocks": 1000,
-        "clients": 64,
-    }
-    for key, most in limits.items():
-        if not 1 <= values[key] <= most or values[key] % 1:
-            raise ConfigError(f"--world {key}={values[key]:g}: a whole number from 1 to {most}")
-    if not 0 <= values["homes"] <= 1:
-        raise ConfigError(f"--world homes={values['homes']:g}: a share from 0 to 1")

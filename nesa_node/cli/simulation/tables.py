@@ -42,7 +42,7 @@ def print_outcome(outcome: SimulationOutcome, *, as_json: bool) -> None:
     console.print(f"wanted    {question.goal}, {holders} of every block")
     console.print(f"client    {outcome.client}")
     if outcome.joined:
-        told = [f"{each.peer_id} takes {each.span}" for each in outcome.joined]
+        told = [f"{peer} takes {span}" for peer, span in outcome.joined.items()]
         console.print(f"joins     {_join_limited(told)}")
     if outcome.lost:
         console.print(f"lost      {_join_limited(outcome.lost)}")
@@ -68,7 +68,7 @@ def _make_console() -> Console:
 def _named_stages(outcome: SimulationOutcome) -> list[tuple[str, SwarmPerformance]]:
     answer = outcome.answer
     stages = [("now", answer.before)]
-    if outcome.has_changes:
+    if outcome.joined or outcome.lost:
         stages.append(("changed", answer.changed))
     if answer.moves.moves:
         stages.append(("after moves", answer.settled))
@@ -189,7 +189,7 @@ def outcome_json(outcome: SimulationOutcome) -> dict[str, Any]:
         "swarm": outcome.name,
         "goal": question.goal,
         "replicas": question.replicas,
-        "joined": {each.peer_id: str(each.span) for each in outcome.joined},
+        "joined": {peer: str(span) for peer, span in outcome.joined.items()},
         "lost": list(outcome.lost),
         "now": _stage_json(answer.before),
         "changed": _stage_json(answer.changed),
