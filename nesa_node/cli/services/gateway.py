@@ -9,8 +9,8 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import partial
 
 from nesa_node import __version__
@@ -37,6 +37,7 @@ from nesa_node.server.node.invitation import check_ready_file, ready_file
 from nesa_node.server.node.metrics import daemon_source
 from nesa_node.server.node.shutdown import Shutdown, stop_signals
 from nesa_node.swarm.node import Swarm, model_samples
+from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.web.server import METRICS_PATH, MetricsPage, serve_authenticated
 
 
@@ -153,7 +154,9 @@ async def serve_gateway(
         )
         stack.push_async_callback(closing.close, config.grace_s)
         stack.enter_context(ready_file(config.ready_file, {"url": f"http://{address}"}))
-        await stack.enter_async_context(_refresh_models(models))
+        refreshing = TaskSet()
+        stack.push_async_callback(refreshing.close)
+        refreshing.start(models.poll_swarm(), name="models")
         await stack.enter_async_context(page.watch_swarm(swarm))
         print(f"nesa-node api listens on http://{address}/v1", flush=True)
         await ending.wait()
@@ -166,13 +169,3 @@ def _served_model_samples(models: ModelRegistry, swarm: Swarm) -> Iterator[Metri
             yield from model_samples(swarm.directory, card.model_id)
         if card.served is not None:
             yield from card.served.samples()
-
-
-@asynccontextmanager
-async def _refresh_models(models: ModelRegistry) -> AsyncIterator[None]:
-    looking = asyncio.create_task(models.poll_swarm())
-    try:
-        yield
-    finally:
-        looking.cancel()
-        await asyncio.gather(looking, return_exceptions=True)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from nesa_node.core.ids import ModelId
     from nesa_node.core.metrics import MetricRegistry
     from nesa_node.core.settings.models import MetricsConfig, OrchestratorConfig
-    from nesa_node.dashboard.app import Dashboard
     from nesa_node.server.orchestrator.history import History
     from nesa_node.swarm.node import Swarm
 
@@ -44,26 +43,23 @@ async def serve_page_of(
         return
     # Imported here since it takes half a second.
     from nesa_node.dashboard.app import Dashboard, make_app
+    from nesa_node.swarm.p2p.tasks import TaskSet
     from nesa_node.web.server import serve_app
 
-    page = Dashboard()
-    seen: asyncio.Future[Swarm] = asyncio.get_running_loop().create_future()
+    page, watching = Dashboard(), TaskSet()
+
+    async def watch(swarm: Swarm) -> None:
+        """Keep the page up to date from the orchestrator's own DHT node."""
+        async with page.watch_swarm(swarm):
+            await asyncio.Event().wait()
 
     def show(swarm: Swarm, model: ModelId, history: History) -> None:
         page.topologies.set_source(model, history)
-        if not seen.done():
-            seen.set_result(swarm)
+        if not watching:
+            watching.start(watch(swarm), name="page")
 
     async with serve_app(make_app(page), HttpAddress.parse(config.http), flag="--http"):
-        watching = asyncio.create_task(_watch_swarm(page, seen), name="page")
         try:
             yield show
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-
-
-async def _watch_swarm(page: Dashboard, seen: asyncio.Future[Swarm]) -> None:
-    """Keep the page up to date from the orchestrator's own DHT node."""
-    async with page.watch_swarm(await seen):
-        await asyncio.Event().wait()
+            await watching.close()
