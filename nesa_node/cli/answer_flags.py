@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypedDict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -19,14 +19,6 @@ MAX_SEED = 2**63
 """Exclusive bound of a seed that torch accepts."""
 
 
-class SamplingArguments(TypedDict):
-    """Keyword arguments of `GenerationParams`."""
-
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
-
-
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
@@ -39,15 +31,18 @@ class SamplingFlags:
     ] = None
     seed: Annotated[int | None, Parameter(group=SAMPLING, help="Make sampling repeatable.")] = None
 
-    def check(self) -> SamplingArguments:
-        """Validate and return the values. Raises `ConfigError` for values out of range."""
+    def check(self) -> dict[str, Any]:
+        """Validate and return the values, keyword arguments of `GenerationParams`.
+
+        Raises `ConfigError` for values out of range.
+        """
         if self.temperature is not None and not 0 < self.temperature <= 100:
             raise ConfigError("--temperature must lie in (0, 100]; leave it away for greedy")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError("--top-p must lie in (0, 1]")
         if self.seed is not None and not 0 <= self.seed < MAX_SEED:
             raise ConfigError(f"--seed must lie in [0, {MAX_SEED})")
-        return {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+        return asdict(self)
 
 
 def load_answer_config(

@@ -138,6 +138,7 @@ def main() -> NoReturn:
 
 def run_command(argv: Sequence[str]) -> int:
     """Run one command line. Returns its exit code; expected errors become one line on stderr."""
+    command = argv[0] if argv else ""
     try:
         app.help_formatter, tokens = choose_help_formatter(rewrite_argv(argv))
         with report_waits():
@@ -148,7 +149,7 @@ def run_command(argv: Sequence[str]) -> int:
     except NesaError as error:
         return _print_error(error)
     except BaseExceptionGroup as group:
-        cause = _first_expected_error(group, _command_name(argv))
+        cause = _first_expected_error(group, command)
         if cause is None:
             raise
         return _print_error(cause)
@@ -157,7 +158,7 @@ def run_command(argv: Sequence[str]) -> int:
         redirect_to_null(sys.stdout)
         return 1
     except (MemoryError, OSError, ImportError, RuntimeError) as error:
-        expected = _convert_error(error, _command_name(argv))
+        expected = _convert_error(error, command)
         if expected is None:
             raise
         return _print_error(expected)
@@ -166,10 +167,6 @@ def run_command(argv: Sequence[str]) -> int:
     finally:
         tracing.set_tracer(None)
     return result if isinstance(result, int) else 0
-
-
-def _command_name(argv: Sequence[str]) -> str:
-    return argv[0] if argv else ""
 
 
 def _print_interrupted() -> int:

@@ -99,8 +99,8 @@ class _Conversation:
         on_answer: Callable[[], None],
         reconnect: Callable[[], DistributedModelForCausalLM | None] = lambda: None,
     ) -> None:
-        """Hold the model and options. `moved` is called after a failure: it may close `model` and
-        return a newly opened one."""
+        """`reconnect` is called after a failure: it may close `model` and return a newly opened
+        one."""
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -134,7 +134,8 @@ class _Conversation:
             while (line := (_read_terminal_line() if interactive else input()).strip()) != "/exit":
                 self._handle_line(line, interactive=interactive)
         finally:
-            self._close()
+            if self._session is not None:
+                self._session.close()
 
     def _handle_line(self, line: str, *, interactive: bool) -> None:
         if line == "/reset":
@@ -215,10 +216,6 @@ class _Conversation:
         if self._session is None or self._session.closed:
             self._session = self._model.inference_session(self._max_length, prompt=ids_1L)
         return self._session
-
-    def _close(self) -> None:
-        if self._session is not None:
-            self._session.close()
 
 
 def _read_terminal_line() -> str:

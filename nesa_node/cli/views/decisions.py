@@ -221,12 +221,12 @@ def _print_alternatives(console: Console, body: Mapping[str, Any]) -> None:
     table = Table("without", "instead", "a step", "more")
     chosen_s = sum(body["step_s"].values())
     for alternative in body["alternatives"]:
-        chain = alternative["chain"]
+        without, chain = short_peer_id(alternative["without"]), alternative["chain"]
         if chain is None:
-            table.add_row(short_peer_id(alternative["without"]), "no other chain", "", "")
+            table.add_row(without, "no other chain", "", "")
             continue
         table.add_row(
-            short_peer_id(alternative["without"]),
+            without,
             " → ".join(map(_format_hop, chain)),
             _format_ms(alternative["step_s"]),
             f"{100 * (alternative['step_s'] / chosen_s - 1):+.0f} %" if chosen_s else "",

@@ -77,18 +77,13 @@ def group_by_model(records: Iterable[NodeRecord], wanted: str | None = None) -> 
     for record in filter_by_model(records, wanted):
         if record.state != "withdrawn":
             groups.setdefault(record.model_id, []).append(record)
-    return [_make_model_nodes(model_id, group) for model_id, group in sorted(groups.items())]
-
-
-def _make_model_nodes(model_id: str, group: Sequence[NodeRecord]) -> ModelNodes:
-    num_blocks = majority_num_blocks(group)
-    agreed = [record for record in group if record.num_blocks == num_blocks]
-    return ModelNodes(
-        model_id=model_id,
-        num_blocks=num_blocks,
-        records=tuple(sorted(agreed, key=lambda record: (record.span, record.peer_id))),
-        disagreeing_nodes=len(group) - len(agreed),
-    )
+    models = []
+    for model_id, group in sorted(groups.items()):
+        num_blocks = majority_num_blocks(group)
+        agreed = [record for record in group if record.num_blocks == num_blocks]
+        ordered = tuple(sorted(agreed, key=lambda record: (record.span, record.peer_id)))
+        models.append(ModelNodes(model_id, num_blocks, ordered, len(group) - len(agreed)))
+    return models
 
 
 def describe_absence(records: Iterable[NodeRecord], wanted: str | None) -> str:
