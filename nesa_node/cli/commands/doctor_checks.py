@@ -104,10 +104,8 @@ def _cpu_flags() -> set[str]:
 def check_memory_and_disk(cache_dir: Path) -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     text = f"{memory.available / _GIB_BYTES:.1f} of {memory.total / _GIB_BYTES:.1f} GiB available"
-    if memory.available > 2 * _GIB_BYTES:
-        yield Finding("ok", "memory", text)
-    else:
-        yield Finding("warn", "memory", text, "close other programs, or serve few blocks")
+    level: FindingLevel = "ok" if memory.available > 2 * _GIB_BYTES else "warn"
+    yield Finding(level, "memory", text, "close other programs, or serve few blocks")
     folder = next(path for path in (cache_dir, *cache_dir.parents) if path.exists())
     if not os.access(folder, os.W_OK):
         advice = "choose another folder with --cache-dir"
@@ -115,18 +113,14 @@ def check_memory_and_disk(cache_dir: Path) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(folder).free
     text = f"{free / _GIB_BYTES:.1f} GiB free for {cache_dir}"
-    if free > 5 * _GIB_BYTES:
-        yield Finding("ok", "disk", text)
-    else:
-        yield Finding("warn", "disk", text, "free some space, or set --cache-dir, --max-disk-gib")
+    level = "ok" if free > 5 * _GIB_BYTES else "warn"
+    yield Finding(level, "disk", text, "free some space, or set --cache-dir, --max-disk-gib")
 
 
 def check_clock() -> Iterator[Finding]:
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    if time.time() > _EARLIEST_CLOCK_S:
-        yield Finding("ok", "clock", now)
-    else:
-        yield Finding("fail", "clock", now, "set the clock: records with a wrong time are dropped")
+    level: FindingLevel = "ok" if time.time() > _EARLIEST_CLOCK_S else "fail"
+    yield Finding(level, "clock", now, "set the clock: records with a wrong time are dropped")
 
 
 def check_listen_ports() -> Iterator[Finding]:
