@@ -65,7 +65,12 @@ class Directory:
         if not 0 < ttl_s <= MAX_RECORD_TTL_S:
             raise ValueError(f"a record lives between 0 and {MAX_RECORD_TTL_S:g} s, not {ttl_s:g}")
         self.ttl_s = ttl_s
+        self.dropped = validator.dropped
+        """Number of records and notices refused since the start, by reason."""
+        self.is_stored = False
+        """Whether the DHT accepted the record that this node published last."""
         self._identity = identity
+        self._peer_id = identity.peer_id
         self._transport = transport
         self._validator = validator
         self._dht_store = notices.store
@@ -77,13 +82,7 @@ class Directory:
         self._records = RecordTable(identity.peer_id)
         self._num_blocks: dict[ModelId, int] = {}
         self._own_record: NodeRecord | None = None
-        self._is_stored = False
         self._publish_lock = asyncio.Lock()
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Number of records and notices refused since the start, by reason."""
-        return self._validator.dropped
 
     def record(self, peer: PeerId) -> NodeRecord | None:
         """The newest valid record of `peer` seen so far; None if expired or withdrawn."""
@@ -91,11 +90,6 @@ class Directory:
         if record is None or record.state == "withdrawn" or record.expires_at <= self._clock():
             return None
         return record
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether the DHT accepted the record that this node published last."""
-        return self._is_stored
 
     def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
         """Set a model's number of blocks as its checkpoint has it.
@@ -203,9 +197,8 @@ class Directory:
 
         `num_blocks` is as in `snapshot`, which takes several times as long.
         """
-        num_blocks, agreed = self._agreed_records(
-            model_id, self._model_records(model_id), num_blocks
-        )
+        records = self._model_records(model_id)
+        num_blocks, agreed = self._agreed_records(model_id, records, num_blocks)
         rises = [0] * (num_blocks + 1)
         for record in agreed:
             if record.state == "serving":
@@ -248,15 +241,12 @@ class Directory:
         not answer are left out, as in `fetch`.
         """
         await self._remember(await self._search(ALL_NODES_KEY))
-        known = self._num_blocks
-        return sorted(
-            (
-                record
-                for record in self._live_records()
-                if known.get(ModelId(record.model_id), record.num_blocks) == record.num_blocks
-            ),
-            key=lambda record: (record.model_id, record.span, record.peer_id),
-        )
+        records = [
+            record
+            for record in self._live_records()
+            if self._num_blocks.get(ModelId(record.model_id)) in (None, record.num_blocks)
+        ]
+        return sorted(records, key=lambda record: (record.model_id, record.span, record.peer_id))
 
     def withdrawn_records(self) -> list[NodeRecord]:
         """Remembered withdrawals that have not expired."""
@@ -289,14 +279,10 @@ class Directory:
             addresses=self._transport.addresses[:MAX_ADDRESSES],
         )
 
-    @property
-    def _peer_id(self) -> PeerId:
-        return self._identity.peer_id
-
     async def _publish_record(self, record: NodeRecord, sealed: bytes) -> None:
         keys = [model_key(ModelId(record.model_id)), ALL_NODES_KEY]
         failure = await self._dht_store.put(keys, sealed, record.expires_at, record.peer_id)
-        self._is_stored = failure is None
+        self.is_stored = failure is None
         if failure is not None:
             log.warning("record_not_stored", seq=record.seq, reason=failure)
         else:
@@ -316,8 +302,7 @@ class Directory:
         return [record for record in self._live_records() if record.peer_id != self._peer_id]
 
     async def _remember(self, sealed_records: Iterable[bytes], *, is_complete: bool = True) -> None:
-        """Check and remember records; `is_complete` results also drop expired ones as failed
-        nodes."""
+        """Check and remember records; complete results also drop expired ones as failed nodes."""
         for number, sealed in enumerate(sealed_records, 1):
             if number % STATEMENTS_PER_LOOP_TURN == 0:
                 await asyncio.sleep(0)

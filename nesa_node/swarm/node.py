@@ -44,7 +44,7 @@ from nesa_node.swarm.p2p.link_measurements import (
     choose_ping_target,
 )
 from nesa_node.swarm.p2p.membership import Membership
-from nesa_node.swarm.p2p.tasks import gather_until_first_answer
+from nesa_node.swarm.p2p.tasks import TaskSet, gather_until_first_answer
 from nesa_node.swarm.p2p.transport import Transport, open_transport, parse_initial_peers
 from nesa_node.swarm.protocol.stream import MessageBudget
 from nesa_node.swarm.reputation import FailureReporter
@@ -112,27 +112,18 @@ async def open_swarm(
             notices = NoticeStore(store, identity, validator, membership, clock=clock)
             rejoiner = DhtRejoiner(node, transport, known_peers)
             directory = Directory(
-                identity,
-                transport,
-                validator,
-                notices,
-                rejoiner,
-                clock=clock,
-                ttl_s=record_ttl_s,
+                identity, transport, validator, notices, rejoiner, clock=clock, ttl_s=record_ttl_s
             )
             reporter = FailureReporter(notices, identity.peer_id, clock=clock)
             if listen:
                 await transport.serve(PING_PROTOCOL, answer_pings)
-            tasks = {
-                asyncio.create_task(rejoiner.run(), name="dht-rejoin"),
-                asyncio.create_task(reporter.run(), name="reporter"),
-            }
+            tasks = TaskSet()
+            tasks.start(rejoiner.run(), name="dht-rejoin")
+            tasks.start(reporter.run(), name="reporter")
             try:
                 yield Swarm(identity, transport, directory, notices, reporter)
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
+                await tasks.close()
 
 
 @asynccontextmanager
@@ -216,7 +207,12 @@ async def probe_rtts(
                     3.0 * fetch_interval_s, max(MAX_FETCH_INTERVAL_S, fetch_interval_s)
                 )
                 await swarm.directory.fetch_one(model_id)
-            addresses = {peer: known for peer, known in addresses.items() if _has_rtt(swarm, peer)}
+            # Only peers that have answered their last ping.
+            addresses = {
+                peer: known
+                for peer, known in addresses.items()
+                if not math.isnan(swarm.rtts.rtt_ms(peer))
+            }
             addresses |= swarm.directory.addresses(model_id, num_blocks)
             addresses.pop(swarm.identity.peer_id, None)
             peer = choose_ping_target(swarm.rtts, sorted(addresses), rng, refresh_s=refresh_s)
@@ -226,11 +222,6 @@ async def probe_rtts(
             log.info("ping_failed", reason=str(error))
         except Exception:  # a bug must end neither the node nor its pings
             log.exception("ping_failed")
-
-
-def _has_rtt(swarm: Swarm, peer: PeerId) -> bool:
-    """Whether `peer` answered its last ping."""
-    return not math.isnan(swarm.rtts.rtt_ms(peer))
 
 
 DROP_REASONS = (

@@ -9,16 +9,16 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.succession import LeaseCandidate, LeaseClaim, LeaseTerms, find_leading_claim
+from nesa_node.routing.succession import LeaseCandidate, LeaseClaim, LeaseTerms
 from nesa_node.swarm.dht.member import DhtStore
 from nesa_node.swarm.dht.notices import Lease, Notice, notice_key
 from nesa_node.swarm.dht.sealing import seal_statement
-from nesa_node.swarm.dht.validator import PeerAges, RecordValidator
+from nesa_node.swarm.dht.validator import RecordValidator
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.membership import Membership
 
@@ -53,6 +53,8 @@ class NoticeStore:
     ) -> None:
         self.store = store
         self.membership = membership
+        self.peer_ages = validator.peer_ages
+        """How long this node has known each peer."""
         self._identity = identity
         self._validator = validator
         self._clock = clock
@@ -62,11 +64,6 @@ class NoticeStore:
     def pin_signers(self, signers: Collection[PeerId]) -> None:
         """Never evict the notices of `signers`."""
         self._pinned.update(signers)
-
-    @property
-    def peer_ages(self) -> PeerAges:
-        """How long this node has known each peer."""
-        return self._validator.peer_ages
 
     async def publish(
         self,
@@ -135,9 +132,8 @@ class NoticeStore:
     ) -> _Kind:
         """Make the next notice; its order and expiry rise, also after a restart."""
         now = self._clock()
-        (last_epoch, last_seq), last_expiry = self._validator.newest_notice(
-            kind, model_id, self._identity.peer_id
-        ) or ((0, -1), 0.0)
+        newest = self._validator.newest_notice(kind, model_id, self._identity.peer_id)
+        (last_epoch, last_seq), last_expiry = newest or ((0, -1), 0.0)
         own = self.own_notice(kind, model_id)
         if own is not None:
             last_epoch, last_seq = max(own.order, (last_epoch, last_seq))
@@ -238,7 +234,10 @@ class LeaseKeeper:
         Raises as `NoticeStore.publish` does.
         """
         before = self._state
-        claims = await self._claims()
+        leases = await self._notices.fetch(Lease, before.model)
+        claims = [
+            LeaseClaim(lease.signer, lease.role, lease.epoch, lease.expires_at) for lease in leases
+        ]
         ignored = self._eligibility.ineligible_signers(
             (claim.signer for claim in claims), self._distrusted
         )
@@ -247,39 +246,21 @@ class LeaseKeeper:
         if self._state.role != before.role:
             event = "lease_taken" if self.is_leader else "lease_yielded"
             log.info(event, model=self._state.model, epoch=self.epoch)
-        await self._notices.publish(
-            Lease,
-            self._state.model,
-            epoch=self.epoch,
-            ttl_s=self.terms.ttl_s,
-            role=self._state.role,
-        )
+        await self._publish(self.terms.ttl_s, self._state.role)
 
     async def release(self) -> None:
         """Release the lease, so that a successor can take it at once."""
         if self.is_leader:
             self._state = replace(self._state, role="ready")
             log.info("lease_released", model=self._state.model, epoch=self.epoch)
-        await self._notices.publish(
-            Lease, self._state.model, epoch=self.epoch, ttl_s=0.5, role="ready"
-        )
+        await self._publish(0.5, "ready")
+
+    async def _publish(self, ttl_s: float, role: Literal["leading", "ready"]) -> None:
+        model, epoch = self._state.model, self.epoch
+        await self._notices.publish(Lease, model, epoch=epoch, ttl_s=ttl_s, role=role)
 
     async def run(self) -> None:
         """Call `step` periodically until cancelled."""
         while True:
             await self.step()
             await asyncio.sleep(self.terms.ttl_s / 4)
-
-    async def _claims(self) -> list[LeaseClaim]:
-        leases = await self._notices.fetch(Lease, self._state.model)
-        return [claim_of_lease(lease) for lease in leases]
-
-
-def claim_of_lease(lease: Lease) -> LeaseClaim:
-    return LeaseClaim(lease.signer, lease.role, lease.epoch, lease.expires_at)
-
-
-def find_leader(leases: Iterable[Lease], now: float) -> PeerId | None:
-    """The signer that holds the lease at `now`, among `leases`."""
-    found = find_leading_claim(map(claim_of_lease, leases), now)
-    return None if found is None else found.signer

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.lru_table import LruTable
 from nesa_node.routing.reputation import (
     Accusation,
     aggregate_blame,
@@ -174,7 +175,7 @@ class FailureReporter:
         self._own_peer_id = own_peer_id
         self._clock = clock
         self._interval_s = interval_s
-        self._failures: OrderedDict[ModelId, OrderedDict[PeerId, ReportedFailure]] = OrderedDict()
+        self._failures = LruTable[ModelId, LruTable[PeerId, ReportedFailure]](_MAX_REPORTED_MODELS)
         self._unpublished: set[ModelId] = set()
         self._has_unpublished = asyncio.Event()
 
@@ -183,19 +184,14 @@ class FailureReporter:
         reported."""
         if peer == self._own_peer_id:
             return
-        failures = self._failures.setdefault(model_id, OrderedDict())
-        self._failures.move_to_end(model_id)
-        before = failures.pop(peer, None)
-        count = (
-            1
-            if before is None or before.kind != kind
-            else min(before.count + 1, _MAX_FAILURE_COUNT)
-        )
-        failures[peer] = ReportedFailure(peer=peer, kind=kind, count=count, at=self._clock())
-        if len(failures) > MAX_REPORTED_PEERS:
-            failures.popitem(last=False)
-        if len(self._failures) > _MAX_REPORTED_MODELS:
-            self._failures.popitem(last=False)
+        failures = self._failures.get(model_id, LruTable(MAX_REPORTED_PEERS))
+        self._failures.put(model_id, failures)
+        before = failures.get(peer)
+        count = 1
+        if before is not None and before.kind == kind:
+            count = min(before.count + 1, _MAX_FAILURE_COUNT)
+        failure = ReportedFailure(peer=peer, kind=kind, count=count, at=self._clock())
+        failures.put(peer, failure)
         self._unpublished.add(model_id)
         self._has_unpublished.set()
 
@@ -214,7 +210,7 @@ class FailureReporter:
 
     async def _publish(self, model_id: ModelId) -> None:
         since = self._clock() - REPORT_TTL_S
-        failures = self._failures.get(model_id, OrderedDict())
+        failures: Mapping[PeerId, ReportedFailure] = self._failures.get(model_id, {})
         fresh = tuple(failure for failure in failures.values() if failure.at > since)
         if fresh:
             await self._notices.publish(FailureReport, model_id, ttl_s=REPORT_TTL_S, failures=fresh)

@@ -395,10 +395,10 @@ async def test_crowd_of_newcomers_is_served_one_at_a_time(pair: tuple[Swarm, Swa
     protocol.call_store = call_store
     for index in range(1000):
         await protocol.update_routing_table(DHTID(index), PeerID(index.to_bytes(34, "big")))
-    assert protocol.replication_queue.num_waiting <= MAX_WAITING_NEWCOMERS
+    assert protocol.num_waiting_newcomers <= MAX_WAITING_NEWCOMERS
 
     async def all_served() -> bool:
-        return bool(protocol.replication_queue.num_waiting == 0)
+        return bool(protocol.num_waiting_newcomers == 0)
 
     await eventually(all_served)
     assert len(set(served)) <= MAX_WAITING_NEWCOMERS

@@ -320,7 +320,7 @@ def expiring(number: int, now: float) -> tuple[Any, RecordTable, ExitHistories]:
         known.add(cast(Any, _lasting(f"gone-{index}", now, 0.0)))
     directory: Any = Directory.__new__(Directory)
     directory.ttl_s, directory._records, directory._clock = 60.0, known, lambda: now
-    directory._identity = SimpleNamespace(peer_id=own)
+    directory._peer_id = own
     directory._reputation = SimpleNamespace(histories=histories)
     return directory, known, histories
 

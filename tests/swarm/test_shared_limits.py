@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.swarm.dht import validator as validator_module
+from nesa_node.core.lru_table import LruTable
 from nesa_node.swarm.dht.rpc import DhtRpc, _drop_mismatched_neighbours, node_id_of
 from nesa_node.swarm.p2p.control import MAX_UNARY_MESSAGE_BYTES, UnaryCalls
 from nesa_node.swarm.p2p.hivemind_imports import dht_pb2
@@ -146,7 +146,7 @@ async def test_stream_of_pings_that_says_nothing_is_left_after_ten_seconds(
 
 
 def test_a_flood_pushes_out_what_was_not_renewed_first() -> None:
-    latest: validator_module._LruTable[str, int] = validator_module._LruTable(3)
+    latest = LruTable[str, int](3)
     for key in "abc":
         latest.put(key, 1)
     latest.put("a", 2)

@@ -96,7 +96,7 @@ class MemberNode:
             client_mode=client_mode,
             record_validator=validator,
         )
-        protocol.replication_queue = ReplicationQueue()
+        protocol.replication_lock = asyncio.Lock()
         return cls(rpc, protocol)
 
     async def shutdown(self) -> None:
@@ -210,14 +210,6 @@ class MemberNode:
         }
 
 
-class ReplicationQueue:
-    """Queue of new members that wait for their replicas, served one at a time."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.num_waiting = 0
-
-
 class MemberProtocol(DHTProtocol):  # type: ignore[misc]
     """hivemind's DHT protocol with bounded replication; `DhtRpc` has checked all messages.
 
@@ -226,7 +218,8 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
     `MAX_WAITING_NEWCOMERS` wait, further ones only get records that are published later.
     """
 
-    replication_queue: ReplicationQueue
+    replication_lock: asyncio.Lock
+    num_waiting_newcomers = 0
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: Any) -> bool:
         return True
@@ -271,13 +264,13 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
         to_ping = self.routing_table.add_or_update_node(node_id, peer_id)
         if to_ping is not None:
             self.p2p.start(self.call_ping(to_ping[1]))
-        if self.replication_queue.num_waiting < MAX_WAITING_NEWCOMERS:
-            self.replication_queue.num_waiting += 1
+        if self.num_waiting_newcomers < MAX_WAITING_NEWCOMERS:
+            self.num_waiting_newcomers += 1
             self.p2p.start(self._replicate_to(node_id, peer_id))
 
     async def _replicate_to(self, node_id: DHTID, peer_id: PeerID) -> None:
         try:
-            async with self.replication_queue.lock:
+            async with self.replication_lock:
                 keys: list[DHTID] = []
                 num_bytes = 0
                 for key in list(self.storage.data):
@@ -285,16 +278,14 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
                     if self._should_replicate(key, node_id):
                         keys.append(key)
                         num_bytes += self.storage.size_of(key)
-                    if (
-                        num_bytes >= _REPLICATION_BATCH_BYTES
-                        or len(keys) >= _REPLICATION_BATCH_KEYS
-                    ):
-                        if not await self._send_records(peer_id, keys):
-                            return
-                        keys, num_bytes = [], 0
+                    if num_bytes < _REPLICATION_BATCH_BYTES and len(keys) < _REPLICATION_BATCH_KEYS:
+                        continue
+                    if not await self._send_records(peer_id, keys):
+                        return
+                    keys, num_bytes = [], 0
                 await self._send_records(peer_id, keys)
         finally:
-            self.replication_queue.num_waiting -= 1
+            self.num_waiting_newcomers -= 1
 
     async def _send_records(self, peer_id: PeerID, keys: list[DHTID]) -> bool:
         """Send the records of `keys`; False if `peer_id` did not answer."""

@@ -24,7 +24,6 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import islice
 from typing import Any, TypeVar
@@ -34,6 +33,7 @@ import msgspec
 from nesa_node.core.errors import ProtocolError, RecordError, SwarmError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
+from nesa_node.core.lru_table import LruTable
 from nesa_node.swarm.dht.message_codec import (
     KEY_BYTES,
     MAX_KEYS_PER_FIND,
@@ -67,7 +67,7 @@ class CallBudget:
     def __init__(self, clock: Callable[[], float], burst_units: float = _BURST_UNITS) -> None:
         self._clock = clock
         self._burst_units = burst_units
-        self._balances: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()
+        self._balances: LruTable[PeerId, tuple[float, float]] = LruTable(MAX_KNOWN_PEERS)
 
     def charge_call(self, peer: PeerId, num_bytes: int) -> None:
         self.charge(peer, 1.0 + num_bytes / _REQUEST_BYTES_PER_UNIT)
@@ -82,10 +82,7 @@ class CallBudget:
         now = self._clock()
         left, since = self._balances.get(peer, (self._burst_units, now))
         left = min(self._burst_units, left + (now - since) * _UNITS_PER_S)
-        self._balances[peer] = (max(left - units, 0.0), now)
-        self._balances.move_to_end(peer)
-        if len(self._balances) > MAX_KNOWN_PEERS:
-            self._balances.popitem(last=False)
+        self._balances.put(peer, (max(left - units, 0.0), now))
         if left < units:
             raise ProtocolError("busy", f"{peer} calls too often, or asks for too much")
 
@@ -257,7 +254,10 @@ class DhtRpc:
                 self._budget.charge_answer(peer, size)
                 _set_result(result, self.protocol.storage.records_of(key))
                 await asyncio.sleep(0)
-            for node_id, peer_id in self._neighbours(key, request.peer.node_id):
+            nearest = self.protocol.routing_table.get_nearest_neighbors(
+                key, k=MAX_NEIGHBOURS_PER_RESULT, exclude=DHTID.from_bytes(request.peer.node_id)
+            )
+            for node_id, peer_id in nearest:
                 result.nearest_node_ids.append(node_id.to_bytes())
                 result.nearest_peer_ids.append(peer_id.to_bytes())
         await self._update_routing_table(request, peer)
@@ -296,12 +296,6 @@ class DhtRpc:
             node_id = DHTID.from_bytes(request.peer.node_id)
             await self.protocol.update_routing_table(node_id, PeerID.from_base58(peer))
 
-    def _neighbours(self, key: DHTID, asker: bytes) -> list[tuple[DHTID, PeerID]]:
-        nearest: list[tuple[DHTID, PeerID]] = self.protocol.routing_table.get_nearest_neighbors(
-            key, k=MAX_NEIGHBOURS_PER_RESULT, exclude=DHTID.from_bytes(asker)
-        )
-        return nearest
-
     async def _filter_found(self, request: Any, response: Any) -> None:
         if len(response.results) != len(request.keys):
             raise ProtocolError("bad_answer", "results do not match the keys asked for")
@@ -325,28 +319,17 @@ class DhtRpc:
         while batch := list(islice(pending, _CHECKS_PER_LOOP_TURN)):
             # One batch per turn of the event loop, however many calls wait.
             async with self._check_lock:
-                if not self._check_batch(key, batch, valid):
-                    break
+                for subkey, value, expiration in batch:
+                    try:
+                        record = self._validator.check(key, subkey, value, expiration)
+                    except RecordError as error:
+                        self._validator.dropped[error.reason] += 1
+                        if error.reason in ("signature", "oversized"):
+                            return valid
+                        continue
+                    valid.append((record.peer_id, value, expiration))
                 await asyncio.sleep(0)
         return valid
-
-    def _check_batch(
-        self,
-        key: bytes,
-        items: list[tuple[bytes, bytes, float]],
-        valid: list[tuple[str, bytes, float]],
-    ) -> bool:
-        """Append the valid items to `valid`; False if later items are to be dropped."""
-        for subkey, value, expiration in items:
-            try:
-                record = self._validator.check(key, subkey, value, expiration)
-            except RecordError as error:
-                self._validator.dropped[error.reason] += 1
-                if error.reason in ("signature", "oversized"):
-                    return False
-                continue
-            valid.append((record.peer_id, value, expiration))
-        return True
 
 
 def node_id_of(peer_id: bytes) -> bytes:

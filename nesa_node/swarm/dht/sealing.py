@@ -128,7 +128,7 @@ def open_statement(
     """
     kind = model.bounds.kind
     peer_id, body = _open_envelope(kind, sealed, membership)
-    statement = _parse_statement(model, _read_fields(kind, body))
+    statement = _parse_body(model, body)
     if statement.peer_id != peer_id:
         raise RecordError("signature", f"{peer_id} signed a {kind.name} of {statement.peer_id}")
     return statement
@@ -171,8 +171,9 @@ def _open_envelope(
     return peer_id, body
 
 
-def _read_fields(kind: StatementKind, body: bytes) -> dict[str, Any]:
-    """Decode the signed map. Raises `RecordError` (malformed or version)."""
+def _parse_body(model: type[_Statement], body: bytes) -> _Statement:
+    """Decode and validate the signed map. Raises `RecordError` (malformed or version)."""
+    kind = model.bounds.kind
     try:
         fields = msgspec.msgpack.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -181,11 +182,6 @@ def _read_fields(kind: StatementKind, body: bytes) -> dict[str, Any]:
         raise RecordError(
             "version", f"{kind.name}s of version {fields.get('version')!r:.20} are not read"
         )
-    return fields
-
-
-def _parse_statement(model: type[_Statement], fields: dict[str, Any]) -> _Statement:
-    """Validate the fields of a signed statement. Raises `RecordError` (malformed)."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:

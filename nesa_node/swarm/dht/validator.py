@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.lru_table import LruTable
 from nesa_node.swarm.dht.notices import NOTICE_KINDS, Notice, notice_key
 from nesa_node.swarm.dht.records import ALL_NODES_KEY, NodeRecord, model_key
 from nesa_node.swarm.dht.sealing import (
@@ -82,9 +83,7 @@ class PeerAges:
         if abs(now - self._swept_at) < _SWEEP_INTERVAL_S:
             return
         self._swept_at = now
-        gone = [peer for peer, known in self._known.items() if known.until <= now]
-        for peer in gone:
-            del self._known[peer]
+        self._known = {peer: known for peer, known in self._known.items() if known.until > now}
 
 
 _MAX_REMEMBERED_RECORDS = 16_384
@@ -94,8 +93,6 @@ _WRAPPING_BYTES = 8
 _KINDS: dict[str, type[NodeRecord | Notice]] = {RECORD_KIND: NodeRecord, **NOTICE_KINDS}
 _MAX_STATEMENT_BYTES = max(kind.bounds.kind.max_bytes for kind in _KINDS.values())
 
-_Key = TypeVar("_Key", bound=Hashable)
-_Value = TypeVar("_Value")
 _Kind = TypeVar("_Kind", bound=Statement)
 
 
@@ -179,28 +176,14 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         return self.index_id, dht_id(self._membership.dht_key(model_key(model)))
 
 
-class _LruTable(OrderedDict[_Key, _Value], Generic[_Key, _Value]):
-    """Mapping that keeps the `limit` entries put last."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self._limit = limit
-
-    def put(self, key: _Key, value: _Value) -> None:
-        self[key] = value
-        self.move_to_end(key)
-        if len(self) > self._limit:
-            self.popitem(last=False)
-
-
 class _StatementMemory:
     """Verified statements of one kind, and the order, issue time and expiry of the newest ones."""
 
     def __init__(self, max_remembered: int, max_opened: int) -> None:
-        self.latest: _LruTable[tuple[str, str], tuple[tuple[int, int], float, float]] = _LruTable(
+        self.latest = LruTable[tuple[str, str], tuple[tuple[int, int], float, float]](
             max_remembered
         )
-        self._opened: _LruTable[bytes, Statement | tuple[str, str]] = _LruTable(max_opened)
+        self._opened = LruTable[bytes, Statement | tuple[str, str]](max_opened)
 
     def open(self, kind: type[_Kind], sealed: bytes, membership: Membership) -> _Kind:
         """Verify and parse a statement of any age, once."""

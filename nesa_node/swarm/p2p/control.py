@@ -23,7 +23,7 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.terminal_text import escape_lines, escape_text
 from nesa_node.swarm.p2p.hivemind_imports import DecodeError, Multiaddr, p2pd_pb2
-from nesa_node.swarm.p2p.identity import base58_decode, base58_encode
+from nesa_node.swarm.p2p.identity import PEER_ID_HEADER, base58_decode, base58_encode
 from nesa_node.swarm.p2p.p2pd import parse_multiaddr
 from nesa_node.swarm.p2p.pipe import SCRATCH_BYTES, Pipe, open_pipe
 from nesa_node.swarm.p2p.tasks import TaskSet
@@ -39,7 +39,6 @@ _MAX_UNARY_TASKS_PER_PEER = 64
 _MAX_UNARY_BYTES = 64 * 1024**2
 """Request bytes of all calls that are being answered."""
 _MAX_UNARY_BYTES_PER_PEER = 2 * MAX_UNARY_MESSAGE_BYTES
-_UNUSED_PEER_ID = bytes.fromhex("002408011220") + bytes(32)
 _MAX_VARINT_BYTES = 5
 _P2P_PROTOCOL_CODE = bytes.fromhex("a503")
 _PEER_ID_IN_ADDRESS = re.compile(r"/p2p/([^/]+)")
@@ -84,19 +83,15 @@ def pack_multiaddr(address: str) -> bytes:
     packed = bytearray()
     for number, piece in enumerate(pieces):
         if number % 2:
-            packed += _P2P_PROTOCOL_CODE + _pack_peer_id(piece)
+            try:
+                peer = base58_decode(piece)
+            except ValueError as error:
+                raise ConfigError(f"{piece!r} is not a peer id in base 58") from error
+            packed += _P2P_PROTOCOL_CODE + bytes([len(peer)]) + peer
         elif piece:
             # Raises for a piece that is no multiaddress: "p2p" may also be the name of a zone.
             packed += parse_multiaddr(piece).to_bytes()
     return bytes(packed)
-
-
-def _pack_peer_id(text: str) -> bytes:
-    try:
-        peer = base58_decode(text)
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a peer id in base 58") from error
-    return bytes([len(peer)]) + peer
 
 
 class ControlSocket:
@@ -109,30 +104,27 @@ class ControlSocket:
 
     async def identify(self) -> tuple[PeerId, tuple[str, ...]]:
         """This node's peer id and the addresses at which it can be dialled, without `/p2p/`."""
-        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
+        response = await self._request("IDENTIFY")
         addresses = tuple(str(Multiaddr(raw)) for raw in response.identify.addrs)
         return PeerId(base58_encode(response.identify.id)), addresses
 
     async def connect(self, peer: PeerId, packed: Sequence[bytes], timeout_s: float) -> None:
         """Dial `peer` at `packed` addresses; returns at once if it is already connected."""
-        connect = p2pd_pb2.ConnectRequest(
-            peer=base58_decode(peer),
-            addrs=packed,
-            timeout=max(1, round(timeout_s)),
-        )
-        await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
+        timeout = max(1, round(timeout_s))
+        connect = p2pd_pb2.ConnectRequest(peer=base58_decode(peer), addrs=packed, timeout=timeout)
+        await self._request("CONNECT", connect=connect)
 
     async def disconnect(self, peer: PeerId) -> None:
-        request = p2pd_pb2.DisconnectRequest(peer=base58_decode(peer))
-        await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=request))
+        disconnect = p2pd_pb2.DisconnectRequest(peer=base58_decode(peer))
+        await self._request("DISCONNECT", disconnect=disconnect)
 
     async def connected_peers(self) -> tuple[PeerId, ...]:
-        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        response = await self._request("LIST_PEERS")
         return tuple(PeerId(base58_encode(peer.id)) for peer in response.peers)
 
     async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         """Remote addresses of the connections to `peer`; empty if it is not connected."""
-        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        response = await self._request("LIST_PEERS")
         wanted = base58_decode(peer)
         return tuple(
             str(Multiaddr(address))
@@ -144,10 +136,10 @@ class ControlSocket:
     async def has_routing_peers(self) -> bool:
         """Whether libp2p's own routing table has a peer; false until the first handshake."""
         query = p2pd_pb2.DHTRequest(
-            type=p2pd_pb2.DHTRequest.FIND_PEER, peer=_UNUSED_PEER_ID, timeout=1
+            type=p2pd_pb2.DHTRequest.FIND_PEER, peer=PEER_ID_HEADER + bytes(32), timeout=1
         )
         try:
-            await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=query))
+            await self._request("DHT", dht=query)
         except PeerUnreachableError as error:
             return "failed to find any peer in table" not in str(error)
         return True
@@ -157,55 +149,42 @@ class ControlSocket:
         handler = p2pd_pb2.StreamHandlerRequest(
             addr=Multiaddr(f"/unix{listener}").to_bytes(), proto=[protocol], balanced=False
         )
-        await self._request(
-            p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
-        )
+        await self._request("STREAM_HANDLER", streamHandler=handler)
 
     async def open_stream(self, peer: PeerId, protocol: str, timeout_s: float) -> Pipe:
         """Open a stream to `peer`, which the caller closes."""
         opening = p2pd_pb2.StreamOpenRequest(
             peer=base58_decode(peer), proto=[protocol], timeout=max(1, round(timeout_s))
         )
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
-        return await self._upgrade(request)
-
-    async def open_persistent(self) -> Pipe:
-        return await self._upgrade(p2pd_pb2.Request(type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE))
-
-    async def _upgrade(self, request: Any) -> Pipe:
-        pipe = await self._open()
-        try:
-            await _exchange(pipe, request)
-        except BaseException:
-            pipe.close()
-            raise
+        pipe, _ = await self._exchange("STREAM_OPEN", streamOpen=opening)
         return pipe
 
-    async def _request(self, request: Any) -> Any:
-        pipe = await self._open()
-        try:
-            return await _exchange(pipe, request)
-        finally:
-            pipe.close()
+    async def open_persistent(self) -> Pipe:
+        pipe, _ = await self._exchange("PERSISTENT_CONN_UPGRADE")
+        return pipe
 
-    async def _open(self) -> Pipe:
+    async def _request(self, kind: str, **fields: Any) -> Any:
+        pipe, response = await self._exchange(kind, **fields)
+        pipe.close()
+        return response
+
+    async def _exchange(self, kind: str, **fields: Any) -> tuple[Pipe, Any]:
+        """Send a request; returns its connection, which is closed on errors, and the response."""
+        response = p2pd_pb2.Response()
         try:
-            return await open_pipe(self._path, self.scratch)
-        except OSError as error:
+            pipe = await open_pipe(self._path, self.scratch)
+            try:
+                write_protobuf(pipe, p2pd_pb2.Request(type=kind, **fields))
+                await pipe.drain()
+                await read_protobuf(pipe, response)
+                if response.type == p2pd_pb2.Response.ERROR:
+                    raise PeerUnreachableError(escape_lines(response.error.msg))
+                return pipe, response
+            except BaseException:
+                pipe.close()
+                raise
+        except (OSError, asyncio.IncompleteReadError) as error:
             raise PeerUnreachableError("libp2p's daemon of this node is gone") from error
-
-
-async def _exchange(pipe: Pipe, request: Any) -> Any:
-    response = p2pd_pb2.Response()
-    try:
-        write_protobuf(pipe, request)
-        await pipe.drain()
-        await read_protobuf(pipe, response)
-    except (OSError, asyncio.IncompleteReadError) as error:
-        raise PeerUnreachableError("libp2p's daemon of this node is gone") from error
-    if response.type == p2pd_pb2.Response.ERROR:
-        raise PeerUnreachableError(escape_lines(response.error.msg))
-    return response
 
 
 class UnaryCalls:
@@ -244,16 +223,14 @@ class UnaryCalls:
 
     async def add_handler(self, protocol: str, handler: UnaryHandler) -> None:
         self._handlers[protocol] = handler
-        await self._request(
-            addUnaryHandler=p2pd_pb2.AddUnaryHandlerRequest(proto=protocol, balanced=False)
-        )
+        added = p2pd_pb2.AddUnaryHandlerRequest(proto=protocol, balanced=False)
+        await self._request(addUnaryHandler=added)
 
     async def remove_handler(self, protocol: str) -> None:
         if self._handlers.pop(protocol, None) is not None and not self._closed:
+            removed = p2pd_pb2.RemoveUnaryHandlerRequest(proto=protocol)
             with suppress(SwarmError):
-                await self._request(
-                    removeUnaryHandler=p2pd_pb2.RemoveUnaryHandlerRequest(proto=protocol)
-                )
+                await self._request(removeUnaryHandler=removed)
 
     def fail_pending(self) -> None:
         """End every call in flight with an error."""
@@ -279,11 +256,10 @@ class UnaryCalls:
             except SwarmError as error:
                 log.error("p2pd_message_invalid", error=str(error))
                 return self.close()
+            future = self._pending_calls.get(response.callId)
             if response.HasField("requestHandling"):
                 self._dispatch(response.callId, response.requestHandling)
-            elif (
-                future := self._pending_calls.get(response.callId)
-            ) is not None and not future.done():
+            elif future is not None and not future.done():
                 future.set_result(response)
 
     async def _request(self, **fields: Any) -> Any:
@@ -297,10 +273,9 @@ class UnaryCalls:
             return await future
         except asyncio.CancelledError:
             if not self._closed:
-                cancel = p2pd_pb2.PersistentConnectionRequest(
-                    callId=call_id, cancel=p2pd_pb2.Cancel()
-                )
-                write_protobuf(self._pipe, cancel)
+                cancel = p2pd_pb2.Cancel()
+                message = p2pd_pb2.PersistentConnectionRequest(callId=call_id, cancel=cancel)
+                write_protobuf(self._pipe, message)
             raise
         finally:
             del self._pending_calls[call_id]
@@ -342,15 +317,12 @@ class UnaryCalls:
             result = p2pd_pb2.CallUnaryResponse(error=type(error).__name__.encode())
         finally:
             if handler is not _refuse:
-                self._release_call(request.peer, len(request.data))
+                self._num_incoming_calls[request.peer] -= 1
+                self._incoming_bytes[request.peer] -= len(request.data)
+                if not self._num_incoming_calls[request.peer]:
+                    del self._num_incoming_calls[request.peer], self._incoming_bytes[request.peer]
         with suppress(SwarmError):
             await self._send(call_id, unaryResponse=result)
-
-    def _release_call(self, peer: bytes, size: int) -> None:
-        self._num_incoming_calls[peer] -= 1
-        self._incoming_bytes[peer] -= size
-        if not self._num_incoming_calls[peer]:
-            del self._num_incoming_calls[peer], self._incoming_bytes[peer]
 
 
 async def _refuse(peer: PeerId, data: bytes) -> bytes:

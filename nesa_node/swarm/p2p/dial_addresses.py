@@ -35,7 +35,7 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.peer_address import has_peer_id, parse_peer_address, split_tcp_address
 from nesa_node.core.wait_tracking import track_wait
-from nesa_node.swarm.p2p.identity import base58_encode, verify_signature
+from nesa_node.swarm.p2p.identity import PEER_ID_HEADER, base58_encode, verify_signature
 from nesa_node.swarm.p2p.tasks import gather_until_first_answer
 
 MAX_DIALLED_ADDRESSES = 2
@@ -103,14 +103,12 @@ def choose_dial_addresses(
     if not reached <= {"host"}:
         reached.discard("host")
     reached.add("private")
-    private = sorted(
-        (
-            address
-            for address in known
-            if not _is_public(address) and _reach_of_address(address) in reached
-        ),
-        key=lambda address: _reach_of_address(address) != "private",
-    )
+    private = [
+        address
+        for address in known
+        if not _is_public(address) and _reach_of_address(address) in reached
+    ]
+    private.sort(key=lambda address: _reach_of_address(address) != "private")
     return tuple((public[:1] + private + public[1:])[:MAX_DIALLED_ADDRESSES])
 
 
@@ -237,7 +235,6 @@ _SIGNED_PREFIX = b"libp2p-tls-handshake:"
 _KEY_HEADER = bytes.fromhex("3068042408011220")
 """ASN.1 header of a pair, and the header of its first half, libp2p's protobuf of an Ed25519 key."""
 _SIGNATURE_HEADER = bytes.fromhex("0440")
-_PEER_ID_HEADER = bytes.fromhex("002408011220")
 
 
 async def resolve_peer_ids(addresses: Sequence[str]) -> tuple[str, ...]:
@@ -344,7 +341,7 @@ def _peer_of_certificate(certificate: bytes | None) -> PeerId:
     framed = _KEY_HEADER + key + _SIGNATURE_HEADER + signature
     if value != framed or len(signature) != 64:
         raise ValueError("not an Ed25519 identity")
-    peer = PeerId(base58_encode(_PEER_ID_HEADER + key))
+    peer = PeerId(base58_encode(PEER_ID_HEADER + key))
     if not verify_signature(peer, _SIGNED_PREFIX + public, signature):
         raise ValueError("the identity has not signed the certificate")
     return peer

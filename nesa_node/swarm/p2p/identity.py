@@ -29,7 +29,8 @@ from nesa_node.core.settings.user_file import user_path
 log = get_logger(__name__)
 
 _PRIVATE_KEY_HEADER = bytes.fromhex("08011240")
-_PEER_ID_HEADER = bytes.fromhex("002408011220")
+PEER_ID_HEADER = bytes.fromhex("002408011220")
+"""Framing of the public key in an Ed25519 peer id."""
 _KEY_BYTES = 32
 _FILE_BYTES = len(_PRIVATE_KEY_HEADER) + 2 * _KEY_BYTES
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -43,7 +44,7 @@ class Identity:
         self._private_key = private_key
         self.path = path
         public = private_key.public_key().public_bytes_raw()
-        self.peer_id = PeerId(base58_encode(_PEER_ID_HEADER + public))
+        self.peer_id = PeerId(base58_encode(PEER_ID_HEADER + public))
 
     def __repr__(self) -> str:
         return f"Identity(peer_id={self.peer_id!r}, path={str(self.path)!r})"
@@ -121,9 +122,9 @@ def verify_signature(peer_id: PeerId, data: bytes, signature: bytes) -> bool:
 def public_key_bytes(peer_id: PeerId) -> bytes:
     """The 32 bytes of the public key inside an Ed25519 peer id; `ValueError` for any other text."""
     raw = base58_decode(peer_id)
-    if len(raw) != len(_PEER_ID_HEADER) + _KEY_BYTES or not raw.startswith(_PEER_ID_HEADER):
+    if len(raw) != len(PEER_ID_HEADER) + _KEY_BYTES or not raw.startswith(PEER_ID_HEADER):
         raise ValueError(f"{peer_id[:_MAX_PEER_ID_CHARS]!r} is not an Ed25519 peer id")
-    return raw[len(_PEER_ID_HEADER) :]
+    return raw[len(PEER_ID_HEADER) :]
 
 
 def base58_encode(data: bytes) -> str:

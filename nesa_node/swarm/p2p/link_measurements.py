@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.lru_table import LruTable
 from nesa_node.core.metric_names import HOP_RTT
 from nesa_node.swarm.p2p.pipe import Pipe
 from nesa_node.swarm.p2p.transport import Transport
@@ -99,7 +100,7 @@ class LinkSpeeds:
         self._clock = clock
         self.sent_bytes: Counter[str] = Counter()
         self.received_bytes: Counter[str] = Counter()
-        self._speeds: OrderedDict[PeerId, LinkSpeed] = OrderedDict()
+        self._speeds: LruTable[PeerId, LinkSpeed] = LruTable(_MAX_LINKS)
 
     def rate_bytes_per_s_to(self, peer: PeerId) -> float:
         """Throughput to `peer` in bytes per second; NaN if unknown."""
@@ -108,14 +109,11 @@ class LinkSpeeds:
         return math.nan if rate is None else rate
 
     def link_to(self, peer: PeerId) -> LinkSpeed:
-        speed = self._speeds.setdefault(peer, self._new())
-        self._speeds.move_to_end(peer)
-        if len(self._speeds) > _MAX_LINKS:
-            self._speeds.popitem(last=False)
+        speed = self._speeds.get(peer)
+        if speed is None:
+            speed = LinkSpeed(self._clock, self.sent_bytes, self.received_bytes)
+        self._speeds.put(peer, speed)
         return speed
-
-    def _new(self) -> LinkSpeed:
-        return LinkSpeed(self._clock, self.sent_bytes, self.received_bytes)
 
 
 PING_PROTOCOL = "/nesa/ping/1"
@@ -188,7 +186,7 @@ class RttTable:
         self._clock = clock
         self._pings: OrderedDict[PeerId, deque[float]] = OrderedDict()
         self._measured_at: dict[PeerId, float] = {}
-        self._failed: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
+        self._failed: LruTable[PeerId, tuple[float, int]] = LruTable(_MAX_PEERS)
         """By peer: when it was pinged last, and consecutive failures."""
         self.round_trips_s = HOP_RTT.new_histogram()
         self.num_unanswered = 0
@@ -208,10 +206,8 @@ class RttTable:
         self._pings.pop(peer, None)
         self._measured_at.pop(peer, None)
         self.num_unanswered += 1
-        _, tries = self._failed.pop(peer, (0.0, 0))
-        self._failed[peer] = self._clock(), min(tries + 1, _MAX_FAILURES)
-        if len(self._failed) > _MAX_PEERS:
-            self._failed.popitem(last=False)
+        _, tries = self._failed.get(peer, (0.0, 0))
+        self._failed.put(peer, (self._clock(), min(tries + 1, _MAX_FAILURES)))
 
     def rtt_ms(self, peer: PeerId) -> float:
         """Median round trip of the last pings in ms; NaN if none was answered."""

@@ -78,7 +78,12 @@ class P2pdProcess:
         except TimeoutError as error:
             raise SwarmError(f"p2pd did not start within {_START_TIMEOUT_S:.0f} s") from error
         if self.exited.is_set():
-            raise _start_error(self.last_lines[-1] if self.last_lines else "no output")
+            line = self.last_lines[-1].strip() if self.last_lines else "no output"
+            if "address already in use" in line:
+                raise AddressInUseError(
+                    f"cannot listen: {line}; choose another port with --host-maddrs"
+                )
+            raise SwarmError(f"libp2p's daemon did not start: {line}")
 
     @staticmethod
     async def _read_line(stdout: asyncio.StreamReader) -> str:
@@ -217,13 +222,6 @@ def parse_multiaddr(text: str) -> Multiaddr:
             f"{text!r} is not a multiaddress; they look like /ip4/1.2.3.4/tcp/31330 or, for a "
             "peer, /ip4/1.2.3.4/tcp/31330/p2p/12D3KooW..."
         ) from error
-
-
-def _start_error(line: str) -> SwarmError:
-    line = line.strip()
-    if "address already in use" in line:
-        return AddressInUseError(f"cannot listen: {line}; choose another port with --host-maddrs")
-    return SwarmError(f"libp2p's daemon did not start: {line}")
 
 
 def _check_listen_addresses(host_maddrs: Sequence[str]) -> None:

@@ -181,15 +181,15 @@ class Transport:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                pipe = (
-                    await self._open_on_recent_connection(peer, protocol, timeout_s)
-                    if addresses
-                    else None
-                )
+                pipe = None
+                if addresses:
+                    pipe = await self._open_on_recent_connection(peer, protocol, timeout_s)
                 if pipe is None:
                     await self.dial(peer, addresses, timeout_s)
                     pipe = await self.control.open_stream(peer, protocol, timeout_s)
-                self._note_opened(peer)
+                if len(self._opened_at) >= _MAX_RECENT_PEERS:
+                    self._opened_at.clear()
+                self._opened_at[peer] = time.monotonic()
                 return pipe, pipe
         except TimeoutError as error:
             raise PeerUnreachableError(f"{peer} did not answer within {timeout_s:g} s") from error
@@ -224,11 +224,6 @@ class Transport:
         except PeerUnreachableError:
             self._opened_at.pop(peer, None)
             return None
-
-    def _note_opened(self, peer: PeerId) -> None:
-        if len(self._opened_at) >= _MAX_RECENT_PEERS:
-            self._opened_at.clear()
-        self._opened_at[peer] = time.monotonic()
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
         """Run `handler(peer, reader, writer)` in a task for each stream that a peer opens.
@@ -365,8 +360,9 @@ async def open_transport(
         if not await transport.refresh_addresses() and listen:
             raise SwarmError(f"libp2p's daemon listens on none of {', '.join(host_maddrs)}")
         await _connect_initial_peers(transport, peers)
-        watcher = asyncio.create_task(_log_daemon_exit(daemon), name="p2pd-watcher")
-        stack.push_async_callback(_cancel, watcher)
+        watcher = TaskSet()
+        stack.push_async_callback(watcher.close)
+        watcher.start(_log_daemon_exit(daemon), name="p2pd-watcher")
         log.info("transport_opened", peer_id=transport.peer_id, addresses=transport.addresses)
         yield transport
 
@@ -374,11 +370,6 @@ async def open_transport(
 async def _log_daemon_exit(daemon: P2pdProcess) -> None:
     await daemon.exited.wait()
     log.error("p2pd_exited", returncode=daemon.process.returncode, output=list(daemon.last_lines))
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
 
 
 def split_peer_address(address: str) -> tuple[bytes, PeerId]:

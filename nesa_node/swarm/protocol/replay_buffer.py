@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -172,7 +173,7 @@ class ReplayBuffer:
     def truncate(self, lengths: Sequence[int]) -> None:
         """Drop every token at or beyond `lengths[row]`."""
         for row, (parts, length) in enumerate(zip(self._rows, lengths, strict=False)):
-            first = bisect_right(parts, length, key=_end_of)
+            first = bisect_right(parts, length, key=attrgetter("end"))
             if first == len(parts):
                 continue
             begun = parts[first].clip(0, length)
@@ -240,14 +241,6 @@ class ReplayBuffer:
         self._stored_bytes = sum(len(kept.payload) for kept in steps.values())
 
 
-def _end_of(part: RowSegment) -> int:
-    return part.end
-
-
-def _position_of(part: RowSegment) -> int:
-    return part.position
-
-
 def _serial_of(found: tuple[int, RowSegment]) -> int:
     return found[1].serial
 
@@ -255,7 +248,8 @@ def _serial_of(found: tuple[int, RowSegment]) -> int:
 def _segments_between(
     row: int, parts: list[RowSegment], start: int, end: int
 ) -> Iterator[tuple[int, RowSegment]]:
-    first, last = bisect_right(parts, start, key=_end_of), bisect_left(parts, end, key=_position_of)
+    first = bisect_right(parts, start, key=attrgetter("end"))
+    last = bisect_left(parts, end, key=attrgetter("position"))
     cut = (part.clip(start, end) for part in parts[first:last])
     return ((row, part) for part in cut if part is not None)
 
@@ -312,9 +306,11 @@ def _join_segments(kept: SentStep, picks: Sequence[RowSegment]) -> SentStep:
     """Make a step like `kept` of the tokens of `picks`, uncompressed to keep their values."""
     token_bytes = _bytes_per_token(kept)
     plain: dict[int, memoryview] = {}
-    for part in picks:
-        if part.serial not in plain:
-            plain[part.serial] = _uncompressed_payload(part.sent)
+    for serial, sent in {part.serial: part.sent for part in picks}.items():
+        if sent.meta.codec == RAW.text:
+            plain[serial] = memoryview(sent.payload).cast("B")
+        else:
+            _, plain[serial] = tensors.encode(sent.decode())
     payload = bytearray().join(
         plain[part.serial][part.offset * token_bytes : (part.offset + part.tokens) * token_bytes]
         for part in picks
@@ -326,10 +322,3 @@ def _join_segments(kept: SentStep, picks: Sequence[RowSegment]) -> SentStep:
 def _bytes_per_token(kept: SentStep) -> int:
     """Bytes of one uncompressed token."""
     return kept.meta.decoded_nbytes // kept.meta.shape[0]
-
-
-def _uncompressed_payload(kept: SentStep) -> memoryview:
-    if kept.meta.codec == RAW.text:
-        return memoryview(kept.payload).cast("B")
-    _, payload = tensors.encode(kept.decode())
-    return payload

@@ -16,7 +16,6 @@ import asyncio
 import math
 import struct
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from nesa_node.compression import tensors
 from nesa_node.compression.codecs import RAW
 from nesa_node.core.errors import FrameError, PeerUnreachableError, StreamClosedError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.lru_table import LruTable
 from nesa_node.swarm.p2p.link_measurements import MIN_SAMPLE_BYTES
 from nesa_node.swarm.p2p.pipe import MAX_UNREAD_BYTES, Pipe
 from nesa_node.swarm.protocol.messages import (
@@ -251,7 +251,7 @@ class MessageBudget:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._paid_at: OrderedDict[PeerId, float] = OrderedDict()
+        self._paid_at: LruTable[PeerId, float] = LruTable(MAX_BUDGET_PEERS)
         """By peer: the time at which its last message is paid for."""
 
     async def wait_until_paid(
@@ -275,8 +275,5 @@ class MessageBudget:
         if tensor is not None and tensor.codec != RAW.text:
             price_s += tensor.decoded_nbytes * _DECODE_PRICE_S_PER_BYTE
         paid_at = max(self._paid_at.get(peer, 0.0), now - _BURST_S) + price_s
-        self._paid_at[peer] = paid_at
-        self._paid_at.move_to_end(peer)
-        if len(self._paid_at) > MAX_BUDGET_PEERS:
-            self._paid_at.popitem(last=False)
+        self._paid_at.put(peer, paid_at)
         return max(paid_at - now, 0.0)
