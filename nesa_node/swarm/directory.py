@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.models import MAX_RECORD_TTL_S
@@ -30,8 +29,8 @@ from nesa_node.swarm.dht.records import (
 )
 from nesa_node.swarm.dht.rejoin import DhtRejoiner
 from nesa_node.swarm.dht.sealing import seal_statement
-from nesa_node.swarm.dht.validator import RecordValidator
-from nesa_node.swarm.notice_store import STATEMENTS_PER_LOOP_TURN, NoticeStore
+from nesa_node.swarm.dht.validator import STATEMENTS_PER_LOOP_TURN, RecordValidator
+from nesa_node.swarm.notice_store import NoticeStore
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.transport import Transport
 from nesa_node.swarm.reputation import ReputationView
@@ -114,7 +113,16 @@ class Directory:
             record = self._next_record(status)
             sealed = seal_statement(record, self._identity, self._membership)
             self._own_record = record
-            await self._publish_record(record, sealed)
+            keys = [model_key(ModelId(record.model_id)), ALL_NODES_KEY]
+            failure = await self._dht_store.put(keys, sealed, record.expires_at, record.peer_id)
+            self.is_stored = failure is None
+            if failure is not None:
+                log.warning("record_not_stored", seq=record.seq, reason=failure)
+            else:
+                log.debug("record_published", seq=record.seq, state=record.state)
+            if self._rejoiner.is_isolated and record.state != "withdrawn":
+                # Members that are found again get this node's records by replication.
+                self._rejoiner.start_attempt(self._other_records())
             if status.state == "withdrawn":
                 self._records.drop(self._peer_id)
             else:
@@ -200,20 +208,15 @@ class Directory:
         records = self._model_records(model_id)
         num_blocks, agreed = self._agreed_records(model_id, records, num_blocks)
         rises = [0] * (num_blocks + 1)
-        for record in agreed:
-            if record.state == "serving":
-                start, end = record.span
-                rises[start] += 1
-                rises[end] -= 1
+        for start, end in (record.span for record in agreed if record.state == "serving"):
+            rises[start] += 1
+            rises[end] -= 1
         return tuple(accumulate(rises[:-1])), Counter(record.state for record in agreed)
 
     def addresses(self, model_id: ModelId, num_blocks: int) -> dict[PeerId, tuple[str, ...]]:
         """Addresses of all nodes of a model, from remembered records."""
-        return {
-            PeerId(record.peer_id): record.addresses
-            for record in self._model_records(model_id)
-            if record.num_blocks == num_blocks
-        }
+        _, agreed = self._agreed_records(model_id, self._model_records(model_id), num_blocks)
+        return {record.signer: record.addresses for record in agreed}
 
     def blames(self, model_id: ModelId) -> Mapping[PeerId, float]:
         """Blame of each peer for reported failures, as of now (`routing/reputation.py`)."""
@@ -250,15 +253,10 @@ class Directory:
 
     def withdrawn_records(self) -> list[NodeRecord]:
         """Remembered withdrawals that have not expired."""
-        now = self._clock()
-        return [
-            record
-            for record in self._records
-            if record.state == "withdrawn" and record.expires_at > now
-        ]
+        return [record for record in self._unexpired_records() if record.state == "withdrawn"]
 
     def _state(self, record: NodeRecord, blames: Mapping[PeerId, float]) -> NodeState:
-        blame = blames.get(PeerId(record.peer_id), 0.0)
+        blame = blames.get(record.signer, 0.0)
         return replace(record.node_state(), reliability=self._reputation.reliability(record, blame))
 
     def _next_record(self, status: NodeStatus) -> NodeRecord:
@@ -279,18 +277,6 @@ class Directory:
             addresses=self._transport.addresses[:MAX_ADDRESSES],
         )
 
-    async def _publish_record(self, record: NodeRecord, sealed: bytes) -> None:
-        keys = [model_key(ModelId(record.model_id)), ALL_NODES_KEY]
-        failure = await self._dht_store.put(keys, sealed, record.expires_at, record.peer_id)
-        self.is_stored = failure is None
-        if failure is not None:
-            log.warning("record_not_stored", seq=record.seq, reason=failure)
-        else:
-            log.debug("record_published", seq=record.seq, state=record.state)
-        if self._rejoiner.is_isolated and record.state != "withdrawn":
-            # Members that are found again get this node's records by replication.
-            self._rejoiner.start_attempt(self._other_records())
-
     async def _search(self, key: str) -> Iterable[bytes]:
         """Fetch the sealed records under `key`; an isolated node rejoins the DHT first."""
         found = await self._dht_store.find(key)
@@ -303,15 +289,8 @@ class Directory:
 
     async def _remember(self, sealed_records: Iterable[bytes], *, is_complete: bool = True) -> None:
         """Check and remember records; complete results also drop expired ones as failed nodes."""
-        for number, sealed in enumerate(sealed_records, 1):
-            if number % STATEMENTS_PER_LOOP_TURN == 0:
-                await asyncio.sleep(0)
-            try:
-                record = self._validator.open(NodeRecord, sealed)
-            except RecordError as error:
-                self.dropped[error.reason] += 1
-                continue
-            peer = PeerId(record.peer_id)
+        async for record in self._validator.open_all(NodeRecord, sealed_records):
+            peer = record.signer
             known = self._records.get(peer)
             if known is not None and known.seq >= record.seq:
                 continue
@@ -337,20 +316,19 @@ class Directory:
         for number, record in enumerate(expired, 1):
             if number % STATEMENTS_PER_LOOP_TURN == 0:
                 await asyncio.sleep(0)
-            peer = PeerId(record.peer_id)
+            peer = record.signer
             if self._records.get(peer) is not record:
                 continue  # Renewed in the meantime, or dropped by a concurrent fetch.
             self._records.drop(peer)
             if hears_others and peer != self._peer_id:
                 self._reputation.histories.record_expiry(record)
 
-    def _live_records(self) -> list[NodeRecord]:
+    def _unexpired_records(self) -> Iterator[NodeRecord]:
         now = self._clock()
-        return [
-            record
-            for record in self._records
-            if record.expires_at > now and record.state != "withdrawn"
-        ]
+        return (record for record in self._records if record.expires_at > now)
+
+    def _live_records(self) -> list[NodeRecord]:
+        return [record for record in self._unexpired_records() if record.state != "withdrawn"]
 
     def _model_records(self, model_id: ModelId) -> list[NodeRecord]:
         return [record for record in self._live_records() if record.model_id == model_id]

@@ -45,7 +45,7 @@ from nesa_node.swarm.p2p.link_measurements import (
 )
 from nesa_node.swarm.p2p.membership import Membership
 from nesa_node.swarm.p2p.tasks import TaskSet, gather_until_first_answer
-from nesa_node.swarm.p2p.transport import Transport, open_transport, parse_initial_peers
+from nesa_node.swarm.p2p.transport import Transport, open_transport
 from nesa_node.swarm.protocol.stream import MessageBudget
 from nesa_node.swarm.reputation import FailureReporter
 
@@ -93,7 +93,6 @@ async def open_swarm(
     """
     membership = Membership(swarm_key)
     initial_peers = await resolve_peer_ids(initial_peers)
-    known_peers = parse_initial_peers(initial_peers, own=identity.peer_id)
     async with open_transport(
         identity,
         host_maddrs=host_maddrs,
@@ -107,10 +106,10 @@ async def open_swarm(
         validator = RecordValidator(membership, clock)
         rpc = DhtRpc(identity.peer_id, transport.unary, validator, membership)
         async with _dht_node(rpc, validator, listen=listen) as node:
-            await _join_dht(node, rpc, known_peers)
+            await _join_dht(node, rpc, transport.initial_peers)
             store = DhtStore(node, membership)
             notices = NoticeStore(store, identity, validator, membership, clock=clock)
-            rejoiner = DhtRejoiner(node, transport, known_peers)
+            rejoiner = DhtRejoiner(node, transport, transport.initial_peers)
             directory = Directory(
                 identity, transport, validator, notices, rejoiner, clock=clock, ttl_s=record_ttl_s
             )
@@ -165,7 +164,6 @@ async def _join_dht(
 
 
 async def _ping_member(node: MemberNode, member: PeerID) -> None:
-    """Ping a member. Raises `PeerUnreachableError`."""
     if await node.protocol.call_ping(member) is None:
         raise PeerUnreachableError(f"{member} is no member of this DHT")
 

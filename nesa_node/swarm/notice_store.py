@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal, TypeVar
 
-from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.succession import LeaseCandidate, LeaseClaim, LeaseTerms
@@ -24,9 +23,6 @@ from nesa_node.swarm.p2p.membership import Membership
 
 log = get_logger(__name__)
 
-STATEMENTS_PER_LOOP_TURN = 16
-"""Statements read per turn of the event loop. Signatures are verified again when there are more
-statements than the validator caches."""
 _MAX_READ_FACTOR = 8
 """Notices read in one fetch, as a multiple of what one member keeps under a key."""
 _MAX_TOPICS = 64
@@ -83,7 +79,7 @@ class NoticeStore:
         notice = self._make_notice(kind, model_id, epoch, ttl_s, fields)
         sealed = seal_statement(notice, self._identity, self.membership)
         self._remember(notice)
-        name = kind.bounds.kind.name
+        name = kind.bounds.name
         failure = await self.store.put(
             [notice_key(kind, model_id)], sealed, notice.expires_at, notice.peer_id
         )
@@ -94,16 +90,8 @@ class NoticeStore:
     async def fetch(self, kind: type[_Kind], model_id: ModelId) -> list[_Kind]:
         """Fetch the notices of a kind about a model; returns all that are known and valid now."""
         found = await self.store.find(notice_key(kind, model_id))
-        for number, sealed in enumerate(
-            islice(found, _MAX_READ_FACTOR * kind.bounds.max_per_key), 1
-        ):
-            if number % STATEMENTS_PER_LOOP_TURN == 0:
-                await asyncio.sleep(0)
-            try:
-                notice = self._validator.open(kind, sealed)
-            except RecordError as error:
-                self._validator.dropped[error.reason] += 1
-                continue
+        read = islice(found, _MAX_READ_FACTOR * kind.bounds.max_per_key)
+        async for notice in self._validator.open_all(kind, read):
             if notice.model_id == model_id:
                 self._remember(notice)
         return self.known_notices(kind, model_id)

@@ -73,7 +73,7 @@ class ExitHistories:
         return next((kept[peer] for kept in self._by_failures if peer in kept), ExitCounts())
 
     def _add(self, record: NodeRecord, *, failures: int = 0, drains: int = 0) -> None:
-        peer = PeerId(record.peer_id)
+        peer = record.signer
         before = self.counts(peer)
         for kept in self._by_failures:
             kept.pop(peer, None)
@@ -96,7 +96,7 @@ class ReputationView:
 
     def blames(self, model_id: ModelId, records: Iterable[NodeRecord]) -> Mapping[PeerId, float]:
         """Blame of each reported peer; only reporters with a record in `records` have weight."""
-        known = {PeerId(record.peer_id): record for record in records}
+        known = {record.signer: record for record in records}
         now = self._clock()
         accusations = [
             Accusation(report.signer, PeerId(failure.peer), failure.kind, now - failure.at)
@@ -107,7 +107,11 @@ class ReputationView:
         if not accusations:
             return {}
         reporters = {accusation.reporter for accusation in accusations}
-        word = {peer: self._standing(known[peer]) for peer in reporters if peer in known}
+        word = {
+            peer: self._report_weight(known[peer], reporter_standing)
+            for peer in reporters
+            if peer in known
+        }
         return aggregate_blame(accusations, lambda peer: word.get(peer, 0.0))
 
     def speed_doubts(
@@ -118,34 +122,29 @@ class ReputationView:
         `corroborated_weight` combines the weights of several reporters, which must be long known
         here.
         """
-        known = {PeerId(record.peer_id): record for record in records}
+        known = {record.signer: record for record in records}
         words: defaultdict[PeerId, list[float]] = defaultdict(list)
         for report in self._notices.known_notices(FailureReport, model_id):
             if report.signer not in known or report.signer == self._own:
                 continue
-            word = self._long_standing(known[report.signer]) / len(report.failures)
+            standing = self._report_weight(known[report.signer], long_term_standing)
+            word = standing / len(report.failures)
             for failure in report.failures:
                 if failure.kind == "slow":
                     words[PeerId(failure.peer)].append(word)
         return {peer: corroborated_weight(each) for peer, each in words.items()}
 
     def reliability(self, record: NodeRecord, blame: float) -> float:
-        peer = PeerId(record.peer_id)
+        peer = record.signer
         ends = self.histories.counts(peer)
         known_s = self._notices.peer_ages.known_s(peer)
         uptime_s = clamp_uptime_s(record.uptime_s, known_s)
         return reliability(uptime_s, ends.failures, ends.drains, blame)
 
-    def _standing(self, record: NodeRecord) -> float:
-        return self._report_weight(record, reporter_standing)
-
-    def _long_standing(self, record: NodeRecord) -> float:
-        return self._report_weight(record, long_term_standing)
-
     def _report_weight(self, record: NodeRecord, weigh: Callable[[float, float], float]) -> float:
         if record.state != "serving":
             return 0.0
-        known_s = self._notices.peer_ages.known_s(PeerId(record.peer_id))
+        known_s = self._notices.peer_ages.known_s(record.signer)
         return weigh(known_s, self.reliability(record, 0.0))
 
 

@@ -198,7 +198,7 @@ def test_notices_about_many_models_take_no_room_of_records_nor_of_known_signers(
 
 
 def test_bytes_of_notices_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dht_storage, "MAX_NOTICE_BYTES", 10 * FailureReport.bounds.kind.max_bytes)
+    monkeypatch.setattr(dht_storage, "MAX_NOTICE_BYTES", 10 * FailureReport.bounds.max_bytes)
     storage = BoundedStorage("own", Counter())
     value, until = _notice_value(FailureReport, tmp_path), time.time() + 60
     stored = [storage.store_subkey(DHTID(i % 5), f"s{i}", value, until) for i in range(30)]

@@ -278,7 +278,9 @@ class _Counted(str):
 
 
 def ending(peer: str) -> Any:
-    return SimpleNamespace(peer_id=peer, model_id=MODEL_ID, state="serving", uptime_s=10.0)
+    return SimpleNamespace(
+        peer_id=peer, signer=peer, model_id=MODEL_ID, state="serving", uptime_s=10.0
+    )
 
 
 def test_many_ends_of_new_peers_cost_the_same_each() -> None:

@@ -366,7 +366,6 @@ class DhtStore:
 
 
 def _best_ranks(answers: Iterable[Sequence[str]]) -> dict[str, int]:
-    """Best rank of each name in any of `answers`."""
     places: dict[str, int] = {}
     for names in answers:
         for place, name in enumerate(names):

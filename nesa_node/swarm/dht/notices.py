@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
-from nesa_node.swarm.dht.records import Pair, Text, Time, max_items
-from nesa_node.swarm.dht.sealing import Statement, StatementBounds, StatementKind
+from nesa_node.swarm.dht.records import STRICT, Pair, Text, Time, max_items
+from nesa_node.swarm.dht.sealing import Statement, StatementBounds
 
 MAX_PLACEMENT_MOVES = 64
 """Moves in one placement. Nodes move a few times an hour; further moves are in later placements."""
@@ -29,13 +29,12 @@ _Gain = Annotated[float, Field(ge=-1, le=1e6)]
 _Seconds = Annotated[float, Field(ge=0, le=MAX_MAGNITUDE)]
 _Rate = Annotated[float, Field(ge=0, le=MAX_MAGNITUDE)]
 _Number = Annotated[float, Field(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE)]
-_STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class Notice(Statement):
     """Base class of all kinds of notices."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     model_id: Text = Field(min_length=1, max_length=256)
     peer_id: str = Field(max_length=128)
@@ -45,10 +44,6 @@ class Notice(Statement):
     expires_at: Time
 
     @property
-    def signer(self) -> PeerId:
-        return PeerId(self.peer_id)
-
-    @property
     def order(self) -> tuple[int, int]:
         return self.epoch, self.seq
 
@@ -56,7 +51,7 @@ class Notice(Statement):
     def _check_life(self) -> Self:
         most = self.bounds.max_ttl_s
         if not 0 < self.expires_at - self.issued_at <= most:
-            raise ValueError(f"a {self.bounds.kind.name} lives at most {most:g} s")
+            raise ValueError(f"a {self.bounds.name} lives at most {most:g} s")
         # Epochs rise at most once a second, so that no signer can exhaust the numbers.
         if self.epoch > self.issued_at:
             raise ValueError("an epoch of the far future")
@@ -69,7 +64,7 @@ class Lease(Notice):
     `role` "leading": the signer orchestrates in `epoch`; "ready": it is a candidate.
     """
 
-    bounds: ClassVar = StatementBounds(StatementKind("lease", 1024), 120.0, 0.0, 64)
+    bounds: ClassVar = StatementBounds("lease", 1024, 120.0, 0.0, 64)
 
     role: Literal["leading", "ready"]
 
@@ -77,7 +72,7 @@ class Lease(Notice):
 class AnnouncedMove(BaseModel):
     """Move of `peer` from the span `was` to `to`; `gain` is the saved share of the swarm's cost."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     peer: _Peer
     was: Pair
@@ -109,7 +104,7 @@ class TunedExponents(BaseModel):
     gained.
     """
 
-    model_config = _STRICT
+    model_config = STRICT
 
     version: int = Field(ge=1, lt=2**31)
     at: Time
@@ -127,7 +122,7 @@ class PlacementNotice(Notice):
     from the defaults.
     """
 
-    bounds: ClassVar = StatementBounds(StatementKind("placement", 8192), 600.0, 0.0, 32)
+    bounds: ClassVar = StatementBounds("placement", 8192, 600.0, 0.0, 32)
 
     num_blocks: int = Field(ge=1, le=10_000)
     based_on: str = Field(pattern=r"^[0-9a-f]{0,64}$")
@@ -163,7 +158,7 @@ class PlacementNotice(Notice):
 class ReportedFailure(BaseModel):
     """Failures of `peer`: `count` of one kind, the last one at `at` by the reporter's clock."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     peer: _Peer
     kind: FailureKind
@@ -174,7 +169,7 @@ class ReportedFailure(BaseModel):
 class FailureReport(Notice):
     """Recent failures of peers, as its signer has observed them."""
 
-    bounds: ClassVar = StatementBounds(StatementKind("report", 2560), 300.0, 10.0, 128)
+    bounds: ClassVar = StatementBounds("report", 2560, 300.0, 10.0, 128)
 
     failures: Annotated[
         tuple[ReportedFailure, ...], max_items(MAX_REPORTED_PEERS), Field(min_length=1)
@@ -192,10 +187,9 @@ class FailureReport(Notice):
 
 
 NOTICE_KINDS: dict[str, type[Notice]] = {
-    each.bounds.kind.name: each for each in (Lease, PlacementNotice, FailureReport)
+    each.bounds.name: each for each in (Lease, PlacementNotice, FailureReport)
 }
 
 
 def notice_key(kind: type[Notice], model_id: ModelId) -> str:
-    """DHT key of the notices of a kind about a model."""
-    return f"nesa/1/{kind.bounds.kind.name}/{model_id}"
+    return f"nesa/1/{kind.bounds.name}/{model_id}"

@@ -25,7 +25,7 @@ from pydantic import (
 from nesa_node.core.ids import ModelId, PeerId, model_name_candidates
 from nesa_node.core.settings.models import MAX_RECORD_TTL_S
 from nesa_node.core.span import Span
-from nesa_node.swarm.dht.sealing import RECORD_KIND, Statement, StatementBounds, StatementKind
+from nesa_node.swarm.dht.sealing import RECORD_KIND, Statement, StatementBounds
 from nesa_node.topology.links.matrix import MAX_PACKED_BYTES, MeasuredLink, unpack_links
 from nesa_node.topology.snapshot import NodeState
 
@@ -74,6 +74,9 @@ PackedLinks = Annotated[
 Pair = Annotated[tuple[int, int], max_items(2)]
 
 
+STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+
 class NodeStatus(BaseModel):
     """Fields of a record that the node decides; `Directory.publish` completes and signs it.
 
@@ -81,7 +84,7 @@ class NodeStatus(BaseModel):
     sessions) or "withdrawn" (has left).
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+    model_config = STRICT
 
     state: Literal["joining", "serving", "draining", "withdrawn"]
     model_id: Text = Field(min_length=1, max_length=256)
@@ -145,7 +148,8 @@ class NodeRecord(NodeStatus, Statement):
     signature."""
 
     bounds: ClassVar = StatementBounds(
-        StatementKind(RECORD_KIND, MAX_RECORD_BYTES),
+        RECORD_KIND,
+        MAX_RECORD_BYTES,
         MAX_RECORD_TTL_S,
         min_interval_s=-math.inf,
         max_per_key=MAX_NODES_PER_MODEL,
@@ -174,7 +178,6 @@ class NodeRecord(NodeStatus, Statement):
         return "", self.peer_id
 
     def node_state(self) -> NodeState:
-        """The fields that planners use."""
         shared = {name: getattr(self, name) for name in _SHARED_FIELDS}
         return NodeState(peer_id=PeerId(self.peer_id), span=Span(*self.span), **shared)
 
@@ -232,11 +235,11 @@ class RecordTable:
     """Newest record of each peer, including expired ones until they are dropped.
 
     Identities are free, so a full table refuses new peers instead of evicting old ones: invented
-    records never displace those of nodes that were known before.
+    records never displace those of nodes that were known before. The record of `own_peer_id`, this
+    node, is always accepted.
     """
 
     def __init__(self, own_peer_id: PeerId) -> None:
-        """The record of `own`, this node's peer id, is always accepted."""
         self._own = own_peer_id
         self._records: dict[PeerId, NodeRecord] = {}
         self._num_by_model: Counter[str] = Counter()
@@ -256,7 +259,7 @@ class RecordTable:
         with `is_single_source`, which only one DHT member named, may fill half of that: what a
         single member invents must leave room for what all members name.
         """
-        peer = PeerId(record.peer_id)
+        peer = record.signer
         before = self._records.get(peer)
         if before is None or before.model_id != record.model_id:
             self.drop(peer)
@@ -271,7 +274,6 @@ class RecordTable:
         return True
 
     def drop(self, peer: PeerId) -> None:
-        """Remove the record of `peer`, if there is one."""
         record = self._records.pop(peer, None)
         if record is not None:
             self._num_by_model[record.model_id] -= 1

@@ -104,7 +104,7 @@ class DhtRejoiner:
             if PeerID.from_base58(name) not in known
         ]
         for record in remembered[:_FIRST_RECORDS] + drawn:
-            name = PeerId(record.peer_id)
+            name = record.signer
             dial = partial(self._transport.dial, name, record.addresses, _PING_TIMEOUT_S)
             meetings.append(self._ping_member(name, dial))
         found = any(await asyncio.gather(*meetings))

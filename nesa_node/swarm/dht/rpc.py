@@ -282,7 +282,7 @@ class DhtRpc:
         return response
 
     async def _store_valid(self, key: bytes, items: list[tuple[bytes, bytes, float]]) -> int:
-        """Store the valid ones of `items`. Returns how many were stored."""
+        """Returns how many of `items` were stored."""
         kept = 0
         for number, accepted in enumerate(await self._check_all(key, items), 1):
             if number % _CHECKS_PER_LOOP_TURN == 0:
@@ -333,7 +333,6 @@ class DhtRpc:
 
 
 def node_id_of(peer_id: bytes) -> bytes:
-    """The DHT id of a binary peer id."""
     return hashlib.sha1(b"nesa/1/dht-node/" + peer_id).digest()
 
 
@@ -358,17 +357,13 @@ def _drop_mismatched_neighbours(result: Any) -> None:
 
 
 def _set_result(result: Any, records: Sequence[tuple[str, bytes, float]]) -> None:
-    """Fill `result` with `records`, or with "not found" if there are none."""
     result.type = dht_pb2.FOUND_DICTIONARY if records else dht_pb2.NOT_FOUND
     result.value = pack_records(records) if records else b""
     result.expiration_time = max((expiration for _, _, expiration in records), default=0.0)
 
 
 def _with_packed_subkeys(packed: bytes) -> list[tuple[bytes, bytes, float]]:
-    """Unpack a dictionary, with subkeys packed as in a store of one record.
-
-    Raises `ProtocolError`.
-    """
+    """Unpack a dictionary, with subkeys packed as in a store of one record."""
     return [
         (msgspec.msgpack.encode(subkey), value, expiration)
         for subkey, value, expiration in unpack_records(packed)

@@ -29,29 +29,22 @@ _StatementKindName = Annotated[str, msgspec.Meta(max_length=16)]
 
 
 @dataclass(frozen=True, slots=True)
-class StatementKind:
-    """A kind of statement; `max_bytes` bounds a whole sealed statement."""
+class StatementBounds:
+    """Name and limits of one kind of statement.
+
+    It has at most `max_bytes` when sealed and lives at most `max_ttl_s`, two of one signer are
+    issued at least `min_interval_s` apart, and a DHT member keeps at most `max_per_key`.
+    """
 
     name: str
     max_bytes: int
+    max_ttl_s: float
+    min_interval_s: float
+    max_per_key: int
 
     @property
     def prefix(self) -> bytes:
         return f"nesa-node {self.name} 1\0".encode()
-
-
-@dataclass(frozen=True, slots=True)
-class StatementBounds:
-    """Limits of one kind of statement.
-
-    It lives at most `max_ttl_s`, two of one signer are issued at least `min_interval_s` apart, and
-    a DHT member keeps at most `max_per_key`.
-    """
-
-    kind: StatementKind
-    max_ttl_s: float
-    min_interval_s: float
-    max_per_key: int
 
 
 class Statement(BaseModel):
@@ -65,6 +58,10 @@ class Statement(BaseModel):
         seq: int
         issued_at: float
         expires_at: float
+
+    @property
+    def signer(self) -> PeerId:
+        return PeerId(self.peer_id)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -104,7 +101,7 @@ def seal_statement(
     statement: Statement, identity: Identity, membership: Membership = _PUBLIC_NETWORK
 ) -> bytes:
     """Sign `statement`. Raises `RecordError` if it is too large or names another signer."""
-    kind = statement.bounds.kind
+    kind = statement.bounds
     if statement.peer_id != identity.peer_id:
         raise RecordError("foreign", f"cannot sign a {kind.name} of {statement.peer_id}")
     body = msgspec.msgpack.encode({"version": _MAJOR_VERSION, **statement.model_dump()})
@@ -126,7 +123,7 @@ def open_statement(
     Raises `RecordError` with one of the reasons oversized, malformed, foreign (not of this private
     swarm), signature and version.
     """
-    kind = model.bounds.kind
+    kind = model.bounds
     peer_id, body = _open_envelope(kind, sealed, membership)
     statement = _parse_body(model, body)
     if statement.peer_id != peer_id:
@@ -136,7 +133,7 @@ def open_statement(
 
 def check_age(statement: Statement, now: float) -> None:
     """Raise `RecordError`: expired, or future (issued more than `CLOCK_SKEW_S` from now)."""
-    name = statement.bounds.kind.name
+    name = statement.bounds.name
     if statement.expires_at <= now:
         raise RecordError("expired", f"the {name} of {statement.peer_id} has expired")
     if statement.issued_at > now + CLOCK_SKEW_S:
@@ -148,12 +145,9 @@ def check_age(statement: Statement, now: float) -> None:
 
 
 def _open_envelope(
-    kind: StatementKind, sealed: bytes, membership: Membership
+    kind: StatementBounds, sealed: bytes, membership: Membership
 ) -> tuple[PeerId, bytes]:
-    """Verify an envelope; returns signer and body.
-
-    Raises `RecordError` with one of the reasons oversized, malformed, foreign and signature.
-    """
+    """Verify an envelope; returns signer and body."""
     if len(sealed) > kind.max_bytes:
         raise RecordError("oversized", f"a {kind.name} of {len(sealed)} bytes is too large")
     try:
@@ -173,7 +167,7 @@ def _open_envelope(
 
 def _parse_body(model: type[_Statement], body: bytes) -> _Statement:
     """Decode and validate the signed map. Raises `RecordError` (malformed or version)."""
-    kind = model.bounds.kind
+    kind = model.bounds
     try:
         fields = msgspec.msgpack.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -258,11 +258,11 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         elif len(self._notice_keys) >= MAX_NOTICE_KEYS:
             return False
         taken = sum(
-            len(self.data[key].value) * each.kind.max_bytes
+            len(self.data[key].value) * each.max_bytes
             for key, each in self._notice_keys.items()
             if key in self.data
         )
-        return taken + bounds.kind.max_bytes <= MAX_NOTICE_BYTES
+        return taken + bounds.max_bytes <= MAX_NOTICE_BYTES
 
     def _evict_least_known_key(self, keys: Iterable[DHTID], known_s: float) -> None:
         """Evict the key with the signers known for the shortest time, if less than `known_s`.

@@ -9,10 +9,11 @@ How long this node has known each peer: a measure of trust that a peer cannot fo
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -86,12 +87,15 @@ class PeerAges:
         self._known = {peer: known for peer, known in self._known.items() if known.until > now}
 
 
+STATEMENTS_PER_LOOP_TURN = 16
+"""Statements read per turn of the event loop. Signatures are verified again when there are more
+statements than the validator caches."""
 _MAX_REMEMBERED_RECORDS = 16_384
 _MAX_REMEMBERED_NOTICES = 4096
 _MAX_OPENED_RECORDS = 4096
 _WRAPPING_BYTES = 8
 _KINDS: dict[str, type[NodeRecord | Notice]] = {RECORD_KIND: NodeRecord, **NOTICE_KINDS}
-_MAX_STATEMENT_BYTES = max(kind.bounds.kind.max_bytes for kind in _KINDS.values())
+_MAX_STATEMENT_BYTES = max(kind.bounds.max_bytes for kind in _KINDS.values())
 
 _Kind = TypeVar("_Kind", bound=Statement)
 
@@ -144,7 +148,7 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
             raise RecordError("expiry", "the expiry is not the signed one")
         self._memory_of(type(statement)).remember(statement)
         if isinstance(statement, NodeRecord):
-            self.peer_ages.record_seen(PeerId(statement.peer_id), statement.expires_at)
+            self.peer_ages.record_seen(statement.signer, statement.expires_at)
         return statement
 
     def open(self, kind: type[_Kind], sealed: bytes) -> _Kind:
@@ -153,6 +157,20 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         statement = self._memory_of(kind).open(kind, sealed, self._membership)
         check_age(statement, self._clock())
         return statement
+
+    async def open_all(
+        self, kind: type[_Kind], sealed_statements: Iterable[bytes]
+    ) -> AsyncIterator[_Kind]:
+        """Open `sealed_statements` in turns of the event loop; refused ones are only counted."""
+        for number, sealed in enumerate(sealed_statements, 1):
+            if number % STATEMENTS_PER_LOOP_TURN == 0:
+                await asyncio.sleep(0)
+            try:
+                statement = self.open(kind, sealed)
+            except RecordError as error:
+                self.dropped[error.reason] += 1
+                continue
+            yield statement
 
     def newest_seq(self, peer: PeerId) -> int:
         """Sequence number of the newest record of `peer` seen so far; -1 if none is remembered."""
@@ -167,7 +185,7 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         return None if latest is None else (latest[0], latest[2])
 
     def _memory_of(self, kind: type[Statement]) -> _StatementMemory:
-        return self._memories[kind.bounds.kind.name]
+        return self._memories[kind.bounds.name]
 
     def _keys(self, statement: NodeRecord | Notice) -> tuple[bytes, ...]:
         model = ModelId(statement.model_id)
@@ -206,9 +224,9 @@ class _StatementMemory:
         slot, bounds, signer = statement.slot, statement.bounds, statement.peer_id
         order, issued_at, _ = self.latest.get(slot, (statement.order, 0.0, 0.0))
         if statement.order < order:
-            raise RecordError("stale", f"a newer {bounds.kind.name} of {signer} is known")
+            raise RecordError("stale", f"a newer {bounds.name} of {signer} is known")
         if statement.order > order and statement.issued_at < issued_at + bounds.min_interval_s:
-            raise RecordError("too_soon", f"{signer} makes too many {bounds.kind.name}s")
+            raise RecordError("too_soon", f"{signer} makes too many {bounds.name}s")
         self.latest.put(slot, (statement.order, statement.issued_at, statement.expires_at))
 
 

@@ -12,7 +12,7 @@ import math
 import random
 import statistics
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from nesa_node.core.errors import PeerUnreachableError
@@ -184,8 +184,8 @@ class RttTable:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._pings: OrderedDict[PeerId, deque[float]] = OrderedDict()
-        self._measured_at: dict[PeerId, float] = {}
+        self._pings: LruTable[PeerId, tuple[deque[float], float]] = LruTable(_MAX_PEERS)
+        """By peer: last round trips in ms, and when it answered last."""
         self._failed: LruTable[PeerId, tuple[float, int]] = LruTable(_MAX_PEERS)
         """By peer: when it was pinged last, and consecutive failures."""
         self.round_trips_s = HOP_RTT.new_histogram()
@@ -193,33 +193,30 @@ class RttTable:
 
     def record_ping(self, peer: PeerId, rtt_ms: float) -> None:
         self.round_trips_s.observe(rtt_ms / 1000)
-        self._pings.setdefault(peer, deque(maxlen=_PINGS_PER_PEER)).append(rtt_ms)
-        self._pings.move_to_end(peer)
-        self._measured_at[peer] = self._clock()
+        pings, _ = self._pings.get(peer, (deque[float](maxlen=_PINGS_PER_PEER), 0.0))
+        pings.append(rtt_ms)
+        self._pings.put(peer, (pings, self._clock()))
         self._failed.pop(peer, None)
-        if len(self._pings) > _MAX_PEERS:
-            forgotten, _ = self._pings.popitem(last=False)
-            del self._measured_at[forgotten]
 
     def record_failure(self, peer: PeerId) -> None:
         """Count an unanswered ping, and forget the round trips of `peer`."""
         self._pings.pop(peer, None)
-        self._measured_at.pop(peer, None)
         self.num_unanswered += 1
         _, tries = self._failed.get(peer, (0.0, 0))
         self._failed.put(peer, (self._clock(), min(tries + 1, _MAX_FAILURES)))
 
     def rtt_ms(self, peer: PeerId) -> float:
         """Median round trip of the last pings in ms; NaN if none was answered."""
-        pings = self._pings.get(peer)
-        return statistics.median(pings) if pings else math.nan
+        known = self._pings.get(peer)
+        return math.nan if known is None else statistics.median(known[0])
 
     def age_s(self, peer: PeerId) -> float:
         """Seconds since the last ping, answered or not; inf if there was none."""
-        at = self._measured_at.get(peer)
-        if at is None and peer in self._failed:
-            at, _ = self._failed[peer]
-        return math.inf if at is None else self._clock() - at
+        if peer in self._pings:
+            _, at = self._pings[peer]
+        else:
+            at, _ = self._failed.get(peer, (-math.inf, 0))
+        return self._clock() - at
 
     def is_due(self, peer: PeerId, refresh_s: float) -> bool:
         """Whether to ping `peer` now; answering peers are pinged every `refresh_s`.

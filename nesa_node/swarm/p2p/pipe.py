@@ -51,7 +51,6 @@ class Pipe(asyncio.BufferedProtocol):
 
     @property
     def unread_bytes(self) -> int:
-        """Number of bytes received and not read yet."""
         return len(self._unread)
 
     async def wait_readable(self) -> None:
@@ -120,7 +119,6 @@ class Pipe(asyncio.BufferedProtocol):
         self._transport.close()
 
     def abort(self) -> None:
-        """Close now."""
         if not self._disconnected.is_set():
             self._transport.abort()
 

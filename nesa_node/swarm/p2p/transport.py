@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -86,6 +86,8 @@ class Transport:
         """Addresses at which this node can be dialled, each ending in `/p2p/<peer id>`."""
         self.announce_addresses: tuple[str, ...] = ()
         """Addresses that the operator announces."""
+        self.initial_peers: Mapping[PeerId, Sequence[str]] = {}
+        """Addresses by peer id."""
         self.initial_peer_addresses: tuple[str, ...] = ()
         """Addresses of initial peers; a node without addresses infers its network from them."""
         self._daemon = daemon
@@ -248,7 +250,6 @@ class Transport:
         self._streams.start(self._handle(pipe), name="incoming-stream")
 
     async def close(self) -> None:
-        """Cancel all handlers and wait for them."""
         await self._streams.close()
 
     async def _handle(self, pipe: Pipe) -> None:
@@ -352,6 +353,7 @@ async def open_transport(
             dials_quic=any("/udp/" in address for address in host_maddrs),
         )
         transport.announce_addresses = tuple(announce_maddrs)
+        transport.initial_peers = peers
         local = [address for address in initial_peers if address.startswith(_LOOPBACK_PREFIXES)]
         transport.initial_peer_addresses = tuple(local or initial_peers)
         server = await listen_for_pipes(daemon.streams_path, control.scratch, transport.accept)

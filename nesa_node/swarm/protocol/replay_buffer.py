@@ -255,7 +255,6 @@ def _segments_between(
 
 
 def _merge_steps(found: Iterator[tuple[int, RowSegment]]) -> Iterator[ReplaySlice]:
-    """Merge parts, ordered by step, into the steps to replay."""
     parts: list[tuple[int, RowSegment]] = []
     ends: dict[int, int] = {}
     tokens = 0
@@ -320,5 +319,4 @@ def _join_segments(kept: SentStep, picks: Sequence[RowSegment]) -> SentStep:
 
 
 def _bytes_per_token(kept: SentStep) -> int:
-    """Bytes of one uncompressed token."""
     return kept.meta.decoded_nbytes // kept.meta.shape[0]

@@ -123,7 +123,7 @@ def test_signature_of_one_kind_holds_for_no_other(identity: Identity) -> None:
             if other is not kind:
                 assert _reason(other, sealed[kind]) == "malformed"
                 envelope = msgspec.msgpack.decode(sealed[kind])
-                envelope["kind"] = other.bounds.kind.name
+                envelope["kind"] = other.bounds.name
                 assert _reason(other, msgspec.msgpack.encode(envelope)) == "signature"
 
 
@@ -187,7 +187,7 @@ def _sign_fields(identity: Identity, kind: type[Notice], **changes: Any) -> byte
     """What `seal_statement` makes, of fields that `kind` itself would refuse."""
     good = make_notice(kind, identity, NOW).model_dump()
     body = msgspec.msgpack.encode({"version": 1, **good, **changes})
-    name = kind.bounds.kind.name
+    name = kind.bounds.name
     return msgspec.msgpack.encode(
         {
             "record": body,
