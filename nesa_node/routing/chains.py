@@ -1,9 +1,6 @@
-"""Chain planning for live sessions: from a snapshot and a request to hops.
+"""Chain planning for live sessions: from a snapshot and a request to hops, and repaired chains.
 
-`chain_request.py` defines the time of a step, `strategies.py` the ways to choose a chain; the
-default is the chain with the shortest step.
-
-Repaired chains: the working hops of a broken chain and new hops in its gaps.
+`chain_request.py` defines the time of a step, `strategies.py` the ways to choose a chain.
 """
 
 from __future__ import annotations
@@ -52,10 +49,7 @@ def plan_chain(
         # A problem numbers its blocks from 0.
         runs = tuple(Span(span.start + a, span.start + b) for a, b in error.missing)
         raise missing_blocks_error(runs) from None
-    return tuple(
-        Hop(problem.peers[visit.node], Span(span.start + visit.start, span.start + visit.end))
-        for visit in chain
-    )
+    return visits_to_hops(problem, chain, span.start)
 
 
 def make_problem(
@@ -76,6 +70,14 @@ def make_problem(
         from_N = transfer_seconds(snapshot, (before, *problem.peers), request)[1:, 0]
         problem = replace(problem, exit_s_N=from_N)
     return problem
+
+
+def visits_to_hops(problem: ChainProblem, chain: Chain, first_block: int = 0) -> tuple[Hop, ...]:
+    """`chain` of `problem`, whose blocks begin at `first_block` of the model, as hops."""
+    return tuple(
+        Hop(problem.peers[visit.node], Span(first_block + visit.start, first_block + visit.end))
+        for visit in chain
+    )
 
 
 def hops_to_visits(problem: ChainProblem, span: Span, hops: Sequence[Hop]) -> Chain:

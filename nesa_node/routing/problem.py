@@ -2,12 +2,6 @@
 
 N nodes, B blocks of the session's span, numbered from 0. All times are for one *step* of the
 session: one token of each row when decoding, a chunk of the prompt when prefilling.
-
-Expected cost of node failures: the time a session loses to recoveries, per token.
-
-N nodes. A node that fails before the session ends interrupts it once, until a replacement has taken
-over. So a visit costs, beside its own time, the probability of failure times the recovery time,
-divided by the tokens of the session. `benchmarks routing` measures the effect on latency.
 """
 
 from __future__ import annotations
@@ -160,6 +154,7 @@ def expected_loss_s(problem: ChainProblem) -> Floats:
 
     A node that fails interrupts the session once, until a replacement has taken over: the loss is
     the probability of failure times the recovery time, divided by the tokens of the session.
+    `benchmarks routing` measures the effect on latency.
     """
     seconds_N: Floats = (1.0 - problem.reliability_N) * (RECOVERY_S / TOKENS_PER_SESSION)
     return seconds_N

@@ -7,15 +7,14 @@ are free. Therefore
 - a reporter of full standing counts as one at most, however many reports it signs;
 - all unknown reporters *together* count as one, over all the peers that they accuse;
 - a reporter's weight is divided by the number of peers that it accuses;
-- all reports together reduce reliability to `MIN_BLAME_FACTOR` at worst, unknown reporters alone to
-half.
+- all reports together reduce reliability to 1 / (1 + `MAX_BLAME`) at worst, unknown reporters alone
+to half.
 
 One report by an unknown peer still makes the next chain avoid the accused node if there is an
 alternative: a wrong detour costs little and ends soon.
 
-Decaying penalties for peers that failed recently.
-
-Announced speeds of nodes, capped by measurements from outside.
+Also here: decaying penalties for peers that failed recently (`FailurePenalties`), and announced
+speeds capped by measurements from outside (`SpeedClaims`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from nesa_node.topology.snapshot import NodeState
 BLAME_HALF_LIFE_S = 60.0
 """Half-life of a report's weight."""
 MAX_BLAME = 3.0
-MIN_BLAME_FACTOR = 1.0 / (1.0 + MAX_BLAME)
 NEWCOMER_S, FULL_STANDING_S = 60.0, 660.0
 """Time in the swarm from which a node's reports begin to count, and count in full."""
 LONG_STANDING_S = 3600.0
@@ -81,7 +79,7 @@ def reliability(
 
 
 def blame_factor(blame: float) -> float:
-    """Factor on a node's reliability, from 1 without blame down to `MIN_BLAME_FACTOR`."""
+    """Factor on a node's reliability, from 1 without blame down to 1 / (1 + `MAX_BLAME`)."""
     return 1.0 / (1.0 + min(max(blame, 0.0), MAX_BLAME))
 
 
@@ -137,15 +135,11 @@ def aggregate_blame(
     rumour: defaultdict[PeerId, float] = defaultdict(float)
     strangers = sum(1.0 - min(max(standing_by_peer(reporter), 0.0), 1.0) for reporter in accused)
     for accusation in fresh:
-        weight = _SEVERITY.get(accusation.kind, 0.3) * _decay_factor(accusation.age_s)
+        weight = _accusation_weight(accusation)
         blame[accusation.peer] += weight * word[accusation.reporter]
         rumour[accusation.peer] += weight * unknown[accusation.reporter]
     share = 1.0 / max(strangers, 1.0)
     return {peer: min(blame[peer] + rumour[peer] * share, MAX_BLAME) for peer in blame}
-
-
-def _decay_factor(age_s: float) -> float:
-    return math.exp2(-max(age_s, 0.0) / BLAME_HALF_LIFE_S)
 
 
 def _heaviest_accusations(accusations: Iterable[Accusation]) -> list[Accusation]:
@@ -161,7 +155,8 @@ def _heaviest_accusations(accusations: Iterable[Accusation]) -> list[Accusation]
 
 
 def _accusation_weight(accusation: Accusation) -> float:
-    return _SEVERITY.get(accusation.kind, 0.3) * _decay_factor(accusation.age_s)
+    decay = math.exp2(-max(accusation.age_s, 0.0) / BLAME_HALF_LIFE_S)
+    return _SEVERITY.get(accusation.kind, 0.3) * decay
 
 
 _MAX_PENALIZED_PEERS = 4096
@@ -196,11 +191,8 @@ class FailurePenalties:
         penalty_s = min(self.penalty_s(peer) + self._failure_s, self._max_penalty_s)
         self._penalties[peer] = (penalty_s, self._clock())
         if len(self._penalties) > _MAX_PENALIZED_PEERS:
-            self._forget_smallest()
-
-    def forget_failures(self, peer: PeerId) -> None:
-        """Drop the penalty of `peer`."""
-        self._penalties.pop(peer, None)
+            smallest = min(list(self._penalties), key=self.penalty_s)
+            self._penalties.pop(smallest, None)
 
     def penalty_s(self, peer: PeerId) -> float:
         """Seconds to add to the cost of a hop through `peer`; 0 for a peer that never failed."""
@@ -214,10 +206,6 @@ class FailurePenalties:
             self._penalties.pop(peer, None)
             return 0.0
         return left_s
-
-    def _forget_smallest(self) -> None:
-        smallest = min(list(self._penalties), key=self.penalty_s)
-        self._penalties.pop(smallest, None)
 
 
 REPORTABLE_RATIO = 4.0

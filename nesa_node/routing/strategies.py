@@ -1,14 +1,9 @@
-"""Chain selection strategies by name, and explanations of their choices.
-
-The chain that costs the swarm least capacity: the shortest path at marginal prices.
-
-Baseline strategies: the paper's rule as printed, Petals' rule, and random choice.
-"""
+"""Chain selection strategies by name, and explanations of their choices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -49,6 +44,7 @@ class PrintedRule:
     gamma: float = 1.0
     beta: float = 1.0
     alpha: float = 1.0
+    name: str = "paper-literal"
 
     def choose(self, problem: ChainProblem) -> Chain:
         """The chain by the printed rule; each node runs its span to the end.
@@ -236,20 +232,6 @@ class GreedyStrategy:
         return GreedyRule(GreedyInputs.from_problem(problem), self.parameters).terms(chain)
 
 
-@dataclass(frozen=True, slots=True)
-class PrintedStrategy:
-    """The printed rule. Terms are those of eq. 18 as printed, summed over the visits."""
-
-    rule: PrintedRule = field(default_factory=PrintedRule)
-    name: str = "paper-literal"
-
-    def choose(self, problem: ChainProblem) -> Chain:
-        return self.rule.choose(problem)
-
-    def terms(self, problem: ChainProblem, chain: Chain) -> Mapping[str, float]:
-        return self.rule.terms(problem, chain)
-
-
 DEFAULT_STRATEGY = "exact-latency"
 
 STRATEGIES: dict[str, Callable[[np.random.Generator], Strategy]] = {
@@ -257,7 +239,7 @@ STRATEGIES: dict[str, Callable[[np.random.Generator], Strategy]] = {
     "exact-throughput": lambda _: ThroughputStrategy(),
     "bottleneck": lambda _: BottleneckStrategy(),
     "homology-greedy": lambda _: GreedyStrategy(),
-    "paper-literal": lambda _: PrintedStrategy(),
+    "paper-literal": lambda _: PrintedRule(),
     "petals": lambda _: FunctionStrategy("petals", petals_chain),
     "random": lambda rng: FunctionStrategy("random", lambda problem: random_chain(problem, rng)),
 }

@@ -9,7 +9,6 @@ from nesa_node.routing.reputation import (
     FULL_STANDING_S,
     LONG_STANDING_S,
     MAX_BLAME,
-    MIN_BLAME_FACTOR,
     NEWCOMER_S,
     Accusation,
     aggregate_blame,
@@ -86,8 +85,8 @@ def test_hundred_sybils_that_accuse_everybody_hurt_nobody_much() -> None:
 def test_no_number_of_known_liars_gets_below_the_floor(count: int) -> None:
     said = [_accuse(f"old{i}") for i in range(min(count, 300))]
     blame = aggregate_blame(said, lambda _: 1.0).get(HONEST, 0.0)
-    assert blame_factor(blame) >= MIN_BLAME_FACTOR
-    assert reliability(DAY_S, 0, 0, blame) >= 0.99 * MIN_BLAME_FACTOR
+    assert blame_factor(blame) >= 1 / (1 + MAX_BLAME)
+    assert reliability(DAY_S, 0, 0, blame) >= 0.99 / (1 + MAX_BLAME)
 
 
 def test_sybils_do_not_take_the_word_from_those_who_are_known() -> None:

@@ -1,7 +1,4 @@
-"""Placement planner: the best placement found for a snapshot, with a bound.
-
-What-if analysis: the effect of joins and losses on a swarm, with the live planners.
-"""
+"""Placement planner: the best placement found for a snapshot, with a bound; what-if analysis."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import numpy as np
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.routing.chain_request import ChainRequest
-from nesa_node.routing.chains import ChainChooser, Hop
+from nesa_node.routing.chains import ChainChooser, Hop, visits_to_hops
 from nesa_node.routing.placement.assignment_search import (
     MAX_ASSIGNMENTS,
     MAX_BLOCKS,
@@ -49,9 +46,9 @@ from nesa_node.routing.placement.score import (
     flow_bound,
     score_assignment,
 )
-from nesa_node.routing.problem import Chain, step_time
+from nesa_node.routing.problem import step_time
 from nesa_node.routing.search.exact import exact_latency
-from nesa_node.topology.snapshot import Snapshot
+from nesa_node.topology.snapshot import NodeState, Snapshot
 
 _LARGE_SWARM_RECIPES: Mapping[Goal, frozenset[str]] = MappingProxyType(
     {
@@ -162,14 +159,8 @@ def describe_plan(
 ) -> PlacementPlan:
     """`assignment` by peer ids, with its bound."""
     if goal == "latency":
-        bound = float(
-            np.mean(
-                [
-                    _client_bound_s(instance, assignment, at)
-                    for at in range(len(instance.client_problems))
-                ]
-            )
-        )
+        clients = range(len(instance.client_problems))
+        bound = float(np.mean([_client_bound_s(instance, assignment, at) for at in clients]))
     else:
         bound = flow_bound(
             instance.max_blocks_N, instance.blocks_per_s_N, instance.problem.num_blocks
@@ -185,7 +176,9 @@ def describe_plan(
         goal=goal,
         replicas=instance.replicas,
         spans=MappingProxyType(spans),
-        chain=visits_to_hops(instance, best_chain(instance.chain_problem(assignment)) or ()),
+        chain=visits_to_hops(
+            instance.problem, best_chain(instance.chain_problem(assignment)) or ()
+        ),
         latency_s=score.latency_s,
         steps_per_s=score.steps_per_s,
         deficit=score.deficit,
@@ -198,12 +191,6 @@ def _client_bound_s(instance: PlacementProblem, assignment: Assignment, client: 
     return latency_bound_s(
         instance.for_client(client),
         best_chain_latency_s(instance.chain_problem(assignment, client)),
-    )
-
-
-def visits_to_hops(instance: PlacementProblem, chain: Chain) -> tuple[Hop, ...]:
-    return tuple(
-        Hop(instance.problem.peers[visit.node], Span(visit.start, visit.end)) for visit in chain
     )
 
 
@@ -283,7 +270,7 @@ def measure_swarm(snapshot: Snapshot, question: WhatIfSettings) -> SwarmPerforma
         snapshot=snapshot,
         latency_s=float(np.mean(latencies_s)),
         steps_per_s=score.steps_per_s,
-        chain=visits_to_hops(instance, chains[0] or ()),
+        chain=visits_to_hops(instance.problem, chains[0] or ()),
         deficit=score.deficit,
     )
 
@@ -320,10 +307,8 @@ def assign_empty_nodes(snapshot: Snapshot, question: WhatIfSettings) -> Snapshot
 
 def with_spans(snapshot: Snapshot, spans: Mapping[PeerId, Span]) -> Snapshot:
     """`snapshot` with the given spans, at the same speed per block."""
-    return replace(
-        snapshot,
-        nodes=tuple(node.with_span(spans.get(node.peer_id, node.span)) for node in snapshot.nodes),
-        joining=tuple(
-            node.with_span(spans.get(node.peer_id, node.span)) for node in snapshot.joining
-        ),
-    )
+
+    def moved(nodes: Sequence[NodeState]) -> tuple[NodeState, ...]:
+        return tuple(node.with_span(spans.get(node.peer_id, node.span)) for node in nodes)
+
+    return replace(snapshot, nodes=moved(snapshot.nodes), joining=moved(snapshot.joining))

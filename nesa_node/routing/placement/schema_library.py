@@ -1,18 +1,16 @@
-"""Schema libraries: precomputed from the stored snapshots of a live swarm.
+"""Schema libraries: precomputed from the stored snapshots of a live swarm, and as JSON.
 
 The newest snapshots are held out: a library is used only if its choices have little regret there,
 and is then learnt again from all snapshots.
 
 W snapshots, S schemas.
-
-Schema libraries as JSON, for files and for publication. All input is validated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -173,17 +171,7 @@ def encode_library(library: SchemaLibrary) -> bytes:
             version=LIBRARY_VERSION,
             num_blocks=library.num_blocks,
             goal=library.goal,
-            schemas=[
-                _SchemaDocument(
-                    schema.name,
-                    schema.pipelines,
-                    schema.searched,
-                    schema.cut,
-                    schema.order,
-                    schema.regions,
-                )
-                for schema in library.schemas
-            ],
+            schemas=[_SchemaDocument(**asdict(schema)) for schema in library.schemas],
             features=list(library.features),
             mean=library.mean_F.tolist(),
             scale=library.scale_F.tolist(),
@@ -227,17 +215,7 @@ def decode_library(text: bytes | str, *, source: str = "schemas") -> SchemaLibra
     return SchemaLibrary(
         num_blocks=told.num_blocks,
         goal=told.goal,
-        schemas=tuple(
-            Recipe(
-                name=schema.name,
-                pipelines=schema.pipelines,
-                searched=schema.searched,
-                cut=schema.cut,
-                order=schema.order,
-                regions=schema.regions,
-            )
-            for schema in told.schemas
-        ),
+        schemas=tuple(Recipe(**msgspec.structs.asdict(schema)) for schema in told.schemas),
         features=tuple(told.features),
         mean_F=np.array(told.mean, dtype=np.float64),
         scale_F=np.array(told.scale, dtype=np.float64),

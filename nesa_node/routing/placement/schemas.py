@@ -7,12 +7,7 @@ the logarithm of its cost from a snapshot's features. The paper feeds homology i
 classifier"; predicting the best class directly was no better than the best single schema, while
 predicting costs and measuring the three lowest is.
 
-F features, S schemas, W snapshots.
-
-Named features of a placement problem, from which the choice of a schema is learnt.
-
-N nodes. Times are relative to the whole model's compute time on the median node, so that models and
-steps of different size are comparable.
+F features, S schemas, W snapshots, N nodes.
 """
 
 from __future__ import annotations
@@ -94,15 +89,9 @@ MAX_SCHEMAS_TRIED = 3
 _HOLE_COST_FACTOR = 10.0
 _RIDGE_ALPHAS = (3.0, 10.0, 30.0, 100.0, 300.0)
 
+_ORDERS: tuple[FillOrder, ...] = ("memory", "speed")
 _FILL_VARIANTS: tuple[tuple[FillOrder, int], ...] = (
-    ("memory", 1),
-    ("memory", 2),
-    ("memory", 4),
-    ("memory", 8),
-    ("speed", 1),
-    ("speed", 2),
-    ("speed", 4),
-    ("speed", 8),
+    *((order, regions) for order in _ORDERS for regions in (1, 2, 4, 8)),
     ("near", 1),
 )
 CANDIDATE_SCHEMAS: tuple[Recipe, ...] = tuple(
@@ -169,10 +158,9 @@ class SchemaLibrary:
 
 @dataclass(frozen=True, slots=True)
 class TriedSchema:
-    """A measured schema: predicted log cost (relative) and measured cost."""
+    """A schema and its measured cost."""
 
     schema: str
-    expected_log_cost: float
     cost: float
 
 
@@ -209,7 +197,7 @@ def choose_schema(
         layout = apply_recipe(instance, recipe)
         score = score_assignment(instance, layout)
         cost = schema_cost(instance, score, library.goal)
-        tried.append(TriedSchema(recipe.name, float(expected_S[schema]), cost))
+        tried.append(TriedSchema(recipe.name, cost))
         if best is None or cost < best[0]:
             best = (cost, recipe, layout, score)
     assert best is not None, "every kind has a schema"

@@ -3,8 +3,6 @@
 A trigger that fires asks for a new plan, not for a move. Blocks move after a loss, or if a plan
 stays better by 10 % (`ChangeReport.should_move`).
 
-Triggers for departures: lost nodes, regions, coverage, replicas and capacity.
-
 The merge trees' shift compares only nodes that are in both snapshots, so it does not see
 departures. A region that left is a branch of the previous tree.
 
@@ -203,11 +201,6 @@ class ChangeReport:
     @property
     def has_losses(self) -> bool:
         return not _LOSS_TRIGGERS.isdisjoint(self.fired)
-
-    @property
-    def should_replan(self) -> bool:
-        """Whether to ask the planner; its result is the `plan` of the next observation."""
-        return bool(self.fired)
 
     @property
     def should_move(self) -> bool:

@@ -77,7 +77,7 @@ def test_its_end_fires_again() -> None:
         state, _ = judge_snapshot(state, seen(round_trips(seed, added_s=0.08)))
     state, _ = judge_snapshot(state, seen(round_trips(7)))
     _, report = judge_snapshot(state, seen(round_trips(8)))
-    assert report.should_replan
+    assert report.fired
 
 
 def test_one_bad_snapshot_is_jitter_and_is_learned() -> None:
@@ -223,7 +223,7 @@ def test_a_shift_alone_asks_the_planner_and_moves_nothing() -> None:
     plan = PlanCostPair(current=1.05, best=1.0)
     for seed in (100, 101):
         state, report = judge_snapshot(state, seen(round_trips(seed, added_s=0.08), plan=plan))
-    assert report.should_replan
+    assert report.fired
     assert not report.should_move
 
 
