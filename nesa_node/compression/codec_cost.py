@@ -1,8 +1,6 @@
-"""Encoding and decoding times of codecs, as measured on this device.
+"""Encoding and decoding times of codecs, and the choice of the fastest one for a link.
 
 Legend: T tokens, D hidden.
-
-Choice of the codec with the shortest transfer time on a link.
 """
 
 from __future__ import annotations

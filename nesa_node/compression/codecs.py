@@ -6,10 +6,9 @@
 A name may be followed by `@` and the version of its format. The default is version 1 on the wire
 (`parse_codec`), and this node's version in user input (`expand_codec`).
 
-Quality of a session: the codecs in which its hidden states may be sent.
-
-A quality is a floor: a sender may use a codec of higher quality, never of lower. With "exact"
-nothing is compressed. Codecs are texts as in `TensorMeta.codec`, with all their parameters.
+The quality of a session decides in which codecs its hidden states may be sent. It is a floor: a
+sender may use a codec of higher quality, never of lower. With "exact" nothing is compressed. Codecs
+are texts as in `TensorMeta.codec`, with all their parameters.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ A few channels of a language model's hidden states are hundreds of times larger 
 eight bits they would cause more error than all the rest, so that they get 16 bits; one-byte scales
 of small blocks take no more space than float32 scales of large ones (`docs/decisions/016`).
 
-Legend: R rows (tokens), D channels, C outlier channels, K blocks of a row, N = R K blocks,
-B values of a block.
-
 Codec `blockwise8`: dynamic 8-bit blockwise quantization, as in bitsandbytes.
 
 Dettmers, "8-Bit Approximations for Parallelism in Deep Learning" (arXiv 1511.04561), and Dettmers

@@ -1,12 +1,4 @@
-"""Codecs that write values in a dtype, little-endian, row-major; `none` writes them unchanged.
-
-Codecs `bfloat16` and `float16`: values rounded to 16 bits, little-endian, row-major.
-
-Codec `lossless`: byte planes of the values, each compressed by Zstandard.
-
-A plane holds the bytes of equal significance of all values. Signs and exponents of hidden states
-are similar, the low bits are noise; interleaved, neither compresses. The tokens stay identical.
-"""
+"""Codecs that write values in a dtype, little-endian, row-major, and `lossless`."""
 
 from __future__ import annotations
 
@@ -102,8 +94,12 @@ _zstd_contexts = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Lossless:
-    """Payload: one plane per byte of a value, the most significant first.
+    """Byte planes, each compressed by Zstandard; the tokens stay identical.
 
+    A plane holds the bytes of equal significance of all values. Signs and exponents of hidden
+    states are similar, the low bits are noise; interleaved, neither compresses.
+
+    Payload: one plane per byte of a value, the most significant first.
     A plane is its length (4 bytes, little-endian) and that many bytes. If the length equals the
     number of values, these are the plain bytes; if it is less, they are one Zstandard frame that
     states its content size. The size depends on the values and is announced in `TensorMeta.size`.

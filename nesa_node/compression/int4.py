@@ -7,16 +7,8 @@ nearly Gaussian (as in QuaRot, arXiv 2404.00456), and rounded to 32 levels.
 Four bits per value with an 8-bit scale per 8 values take as much space as five bits with a scale
 per 32 values, at twice the squared error (`docs/decisions/009`).
 
-Legend: R rows, D channels, K blocks of a row, N = R K blocks, B values of a block, C outlier
-channels.
-
-Packing of 5-bit codes: the low four bits two to a byte, then the fifth bits eight to a byte.
-
-Legend: n codes, in eight parts of M = ceil(n / 8) codes each.
-
-Walsh-Hadamard transform of blocks, which spreads every value over its block.
-
-Legend: N blocks, B values of a block, a power of two.
+Legend: R rows, D channels, K blocks of a row, N = R K blocks, B values of a block (a power of two),
+C outlier channels; n codes, in eight parts of M = ceil(n / 8) codes each.
 """
 
 from __future__ import annotations
@@ -88,10 +80,10 @@ def _bit_positions(device: torch.device) -> Tensor:
 def hadamard_transform(values_NB: Tensor) -> Tensor:
     """Multiply each block by the matrix with entries (-1)^popcount(i & j). float32; a copy.
 
-    Applied twice it multiplies by B. Exact for integers if all sums are below 2^24 (and values
-    below 2^8 if torch may multiply in reduced precision); for other values each device rounds sums
-    in its own order. The usual log2(B) rounds of additions take ten times as long, since each is an
-    operation on strided memory.
+    It spreads every value over its block. Applied twice it multiplies by B. Exact for integers if
+    all sums are below 2^24 (and values below 2^8 if torch may multiply in reduced precision); for
+    other values each device rounds sums in its own order. The usual log2(B) rounds of additions
+    take ten times as long, since each is an operation on strided memory.
     """
     # Autocast does not apply to operations with `out`.
     matrix = _hadamard_matrix(values_NB.shape[1], values_NB.device)

@@ -4,16 +4,7 @@ Legend: R rows (tokens; the product of all axes but the last), D channels (value
 blocks of a row, N = R K blocks, B values of a block, C outlier channels. The last block of a row
 may be shorter; it is padded with zeros.
 
-One-byte scales of blocks: eighths of an octave below the largest value of the tensor.
-
-Legend: R rows, D channels, N blocks.
-
-Outlier channels: the few channels that are much larger than the rest for every token.
-
-Within a block they would set a scale at which the rest is lost. Two codecs keep them in float16:
-the lower byte takes the place of the channel's code, the upper byte is stored separately.
-
-Legend: R rows (tokens), D channels, C outlier channels.
+One-byte scales of blocks are eighths of an octave below the largest value of the tensor.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 The bytes come from untrusted peers: `check` bounds a description before memory is allocated for its
 payload, and `decode` refuses payloads that do not match their description.
 
-Hidden states in a node, as received bytes or as a torch tensor, converted on demand.
-
 T packed tokens, D hidden.
 """
 

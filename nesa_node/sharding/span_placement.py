@@ -1,4 +1,4 @@
-"""Choice of the span that a joining node should hold.
+"""Choice of the span that a joining node should hold, and repair of holes.
 
 A span is better than another when, in this order, it
 
@@ -11,9 +11,8 @@ A span is better than another when, in this order, it
 
 Ties are broken by the caller's random generator.
 
-Repair of holes: which nodes move to blocks that have lost all holders.
-
-Each node computes the same plan from the same records; a node moves if the plan names it.
+To repair blocks that have lost all holders, each node computes the same plan from the same records;
+a node moves if the plan names it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Locations on the globe, and the lower bound of the round trip between them.
 
-Legend: A and B points each. Locations are latitude and longitude in degrees.
-
-Declared locations of nodes, checked against the speed of light.
-
-Legend: N nodes.
+Legend: A and B points each, N nodes. Locations are latitude and longitude in degrees.
 """
 
 from __future__ import annotations

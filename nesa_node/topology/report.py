@@ -2,11 +2,8 @@
 
 Names in it come from the network: they are text, never markup.
 
-Legend: N nodes, T past snapshots.
-
-Shape of a swarm as JSON: persistence barcodes, Betti curves, rings, and the merge tree.
-
-Stability scores of nodes, from the variation of their cophenetic heights.
+It has the swarm's shape (persistence barcodes, Betti curves, rings, the merge tree) and a stability
+score of each node, from the variation of its cophenetic height.
 
 A node's height is the scale at which it is connected with a share of the swarm; it varies when the
 node's links do. Section 3.1 of the paper raises R for nodes in long-lived features but prints no

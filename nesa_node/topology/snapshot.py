@@ -1,16 +1,10 @@
-"""Immutable snapshot of the nodes that serve one model.
-
-Content digest of a snapshot: SHA-256 in a canonical order.
-
-Comparison of two snapshots of a swarm: nodes, spans, speeds and round trips.
-"""
+"""Immutable snapshot of the nodes that serve one model; its digest, and comparison of two."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -19,10 +13,6 @@ from nesa_node.core.arrays import Floats
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.span import Span
 from nesa_node.topology.links.matrix import Links
-
-if TYPE_CHECKING:
-    from nesa_node.topology.links.matrix import Links
-
 
 _DOMAIN = b"nesa-node snapshot 1\n"
 LINK_ARRAYS = ("rtt_ms_NN", "rate_bytes_per_s_NN", "age_s_NN", "confidence_NN")

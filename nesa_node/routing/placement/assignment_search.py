@@ -1,9 +1,6 @@
-"""Local search by single moves, to missing replicas or to the bottleneck.
+"""Search for assignments: local by single moves, and exhaustive for a few nodes.
 
-Exhaustive search for the best assignment of spans to a few nodes.
-
-M assignments, N nodes, B blocks, U sets of blocks. Every node holds as many blocks as fit (more
-never hurts), so that an assignment is one start per node.
+M assignments, N nodes, B blocks, U sets of blocks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Search for a low-latency chain through nodes with free spans.
 
-B blocks, K candidates, S senders. With few candidates all subsets are searched (`_search_subsets`,
-exact). With more, a dynamic program over (blocks done, last node) stores with each state the nodes
-visited on its best path and does not revisit them (a heuristic).
-
-Numbers of blocks per node of a pipeline, for given nodes.
+B blocks, K candidates, P nodes of a pipeline, S senders. With few candidates all subsets are
+searched (`_search_subsets`, exact). With more, a dynamic program over (blocks done, last node)
+stores with each state the nodes visited on its best path and does not revisit them (a heuristic).
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 N nodes, B blocks. A node's span is `starts_N` to `ends_N`; equal values mean no blocks. More blocks
 on a node never make a placement worse (a chain may use a part of a span), so that planners fill
 every node and choose only the start of its span.
-
-Placement problems made from snapshots: capacity and speed of each node.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Each is cheap compared with a search, and none is best everywhere. Pipelines suit few sessions with
 low latency, filling suits many sessions. A region that holds the whole model saves its clients
 long-distance transfers; a smaller one can be part of a pipeline through several regions.
-
-Water filling: spans of further nodes go to the blocks with the least speed.
 """
 
 from __future__ import annotations

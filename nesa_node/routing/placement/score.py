@@ -1,10 +1,6 @@
 """Scores of assignments: coverage deficit, latency and throughput.
 
-Throughput of an assignment as a maximum flow, and an upper bound for all assignments.
-
-N nodes, B blocks. Node i does `rate_N[i]` blocks per second, divided freely among the blocks of its
-span; every block must be done equally often. Queueing and transfers are ignored: they add latency
-but use no compute.
+N nodes, B blocks.
 """
 
 from __future__ import annotations

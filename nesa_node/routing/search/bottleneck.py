@@ -4,10 +4,6 @@ N nodes, B blocks. A node's *seconds per token* are the sum over all its visits 
 bottleneck is the largest of any node in the chain. A dynamic program over (block, node) that loses
 this sum when a path revisits a node would come out below the true optimum. Therefore chains here
 visit no node twice, as in live sessions, and bounds allow revisits but count a node's blocks.
-
-Search for a chain in which no node exceeds a threshold of seconds per token.
-
-It is a feasibility test of the bottleneck search (`bottleneck.py`).
 """
 
 from __future__ import annotations

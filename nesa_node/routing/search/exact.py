@@ -1,7 +1,4 @@
-"""Exact search for the chain with the shortest step: a shortest path without revisits.
-
-Shortest paths that revisit no watched node, by decremental state space relaxation.
-"""
+"""Exact search for the chain with the shortest step: a shortest path without revisits."""
 
 from __future__ import annotations
 

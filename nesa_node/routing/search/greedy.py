@@ -15,8 +15,6 @@ where unreliability is 1 - R x topological stability (section 3.1). The last sen
 includes the way back to the client, as far as a node makes it longer: a rule that looks one step
 ahead would otherwise choose a faster node on another continent and pay for the return. A node runs
 its span to the end, except for blocks that a faster next node also holds.
-
-Shipped parameters of the greedy rule.
 """
 
 from __future__ import annotations

@@ -4,11 +4,6 @@ K draws of failures, N nodes. Eq. 19 uses the rule's own cost as fitness; minimi
 exponents drives them to their bounds, since it shrinks small terms and does not measure the chains.
 So fitness here is measured on the chains, failures and recoveries included: without those nothing
 could be learned about alpha.
-
-Tuning scenarios made from recorded snapshots of a live swarm.
-
-N nodes. Snapshots do not record clients. A client is placed beside a random node and has that
-node's round trips.
 """
 
 from __future__ import annotations

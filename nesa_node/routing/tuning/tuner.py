@@ -4,8 +4,6 @@ A candidate is a point of the unit cube, one axis per gene. Eq. 20 mixes two par
 between 0 and 1: children lie between their parents, and the population only contracts. Here eta is
 drawn from -0.25 to 1.25 for each gene, parents are selected by rank (costs near 1 differ too little
 for fitness-proportionate selection), the best survive, and genes mutate.
-
-Tuning of the greedy rule in a live swarm, judged on held-out snapshots.
 """
 
 from __future__ import annotations

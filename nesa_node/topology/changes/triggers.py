@@ -1,8 +1,6 @@
-"""Triggers of the change detector: their result, and their thresholds.
+"""Triggers of the change detector: results, thresholds, and entries of an orchestrator's history.
 
-Adaptive threshold of a figure: 1.5 x the 95th percentile of its past, twice in a row.
-
-History entries of an orchestrator, small enough to keep thousands.
+The threshold of a figure adapts: 1.5 x the 95th percentile of its past, twice in a row.
 """
 
 from __future__ import annotations
@@ -139,7 +137,7 @@ class TriggerReading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HistoryEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One observation of the swarm and the decision made on it.
+    """One observation of the swarm and the decision made on it; small, as thousands are kept.
 
     `at` is seconds since the epoch. `parameters` are those of moves, `exponents` those of the
     greedy rule, with the reason for them. `leads` says whether the observer held the lease; without

@@ -9,11 +9,8 @@ as they are, and no estimate is faster than light.
 `python -m benchmarks estimate` compares this with coordinates alone and with low-rank factors;
 `docs/decisions/010` has the figures.
 
-Legend: N nodes.
-
-Estimated transfer rates of unmeasured pairs, from the access links of both ends.
-
-The bottleneck is nearly always one of the two access links, so rate_ij = min(up_i, down_j).
+The bottleneck of a transfer is nearly always one of the two access links, so an unmeasured rate_ij
+is min(up_i, down_j).
 
 Legend: N nodes, E pairs with a measured rate.
 """

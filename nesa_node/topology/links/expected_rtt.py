@@ -1,34 +1,23 @@
 """Expected round trips, from locations or from network coordinates.
 
-Legend: N nodes, K dimensions.
+Between nodes with known locations, the prior is a least-squares fit of round trips: height_i +
+height_j + stretch x light time on a great circle. A kernel smoother over pairs corrects it by
+measurements of nearby pairs: cable detours belong to regions, not to machines: if a node in Mumbai
+reaches Frankfurt across the Pacific, so do its neighbours, and to Paris, too. So log(measured /
+expected) is averaged over measured pairs, weighted by the distance of both ends to those of the
+pair in question, and shrunk towards no correction where few pairs are measured.
 
-Least-squares fit of round trips: height_i + height_j + stretch x light time on a great circle.
+There are at most `MAX_CLUSTERS` clusters of nodes, so that 5,000 nodes cost as little as 200.
 
-The prior of every estimate between nodes with known locations.
-
-Legend: N nodes, E measured pairs.
-
-Kernel smoother over pairs: corrects expected round trips by measurements of nearby pairs.
-
-Cable detours belong to regions, not to machines: if a node in Mumbai reaches Frankfurt across the
-Pacific, so do its neighbours, and to Paris, too. So log(measured / expected) is averaged over
-measured pairs, weighted by the distance of both ends to those of the pair in question, and shrunk
-towards no correction where few pairs are measured.
-
-Legend: N nodes in P clusters, E measured pairs. There are at most `MAX_CLUSTERS` clusters, so that
-5,000 nodes cost as little as 200.
-
-Vivaldi network coordinates, fitted to the measured round trips.
-
-Dabek et al., "Vivaldi: a decentralized network coordinate system", SIGCOMM 2004, with heights: the
-round trip between two nodes is the distance of their positions plus both heights, which stand for
-access links. Each measurement moves coordinates a little. The planner fits all of them at once;
-daemons announce none.
+Network coordinates are Vivaldi's: Dabek et al., "Vivaldi: a decentralized network coordinate
+system", SIGCOMM 2004, with heights: the round trip between two nodes is the distance of their
+positions plus both heights, which stand for access links. Each measurement moves coordinates a
+little. The planner fits all of them at once; daemons announce none.
 
 Claimed measurements may be false, so one moves a node by at most `MAX_STEP_MS` (attacks: Kaafar et
 al., "Real attacks on virtual networks", 2006).
 
-Legend: N nodes, M nodes with a neighbour, K dimensions, E directed measurements.
+Legend: N nodes in P clusters, M nodes with a neighbour, K dimensions, E measured pairs.
 """
 
 from __future__ import annotations

@@ -10,22 +10,16 @@ float16 in minutes. A peer is the first 6 bytes of the SHA-256 of its id. An att
 id which collides with a given one inherits that node's measurements, until a node pings both and
 reports neither. Two colliding ids of its own are found after about 2^24 tries.
 
-Symmetric links from directed measurements: one round trip per pair, and its confidence.
-
-Legend: N nodes. Row i, column j of a directed array is what i measured to j: the median of its last
-pings.
-
-Both ends measure the same round trip; they differ by the queueing delay inside the busier end,
-which only adds. So the smaller of the two medians counts. (On the Seattle testbed it is 16 % off
-the next minutes' round trip, in the median; the mean of both is 37 % off, the larger 53 %.)
-Triangle violations are kept: packets do take detours.
+Row i, column j of a directed array is what i measured to j: the median of its last pings. Both ends
+measure the same round trip; they differ by the queueing delay inside the busier end, which only
+adds. So the smaller of the two medians counts. (On the Seattle testbed it is 16 % off the next
+minutes' round trip, in the median; the mean of both is 37 % off, the larger 53 %.) Triangle
+violations are kept: packets do take detours.
 
 A node can claim round trips that are too small, to attract traffic, but cannot make its peers
 measure less than the network takes. If its claims are, in the median, below half of what its peers
 measured, they are ignored and the peers' measurements count. (That hits 0.4 of Seattle's 99 honest
 nodes; the error grows to 16.1 %.)
-
-Link matrix of a swarm, assembled from the measurements in all node records.
 """
 
 from __future__ import annotations

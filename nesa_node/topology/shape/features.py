@@ -1,10 +1,8 @@
 """Feature vector of a network's shape, for the regression that chooses placement schemas.
 
-Legend: F features, P classes.
+Persistence images are diagrams as arrays of fixed size (Adams et al., JMLR 18, 2017).
 
-Persistence images: diagrams as arrays of fixed size (Adams et al., JMLR 18, 2017).
-
-Legend: P classes, X pixels along birth, Y pixels along lifetime.
+Legend: F features, P classes, X pixels along birth, Y pixels along lifetime.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Filtrations: weighted graphs in which nodes and edges appear at increasing scales.
 
 Legend: N nodes, R rows at a time.
-
-Filtrations of a swarm by round trip, step time or distance.
-
-Legend: N nodes.
 """
 
 from __future__ import annotations

@@ -3,14 +3,12 @@
 Connected components need no complex: a minimum spanning tree (Prim, over rows of the matrix) gives
 the scale at which any two nodes become connected. 5,000 nodes take 0.3 s and no second matrix.
 
-Legend: N nodes, E edges of the spanning forest, M merges (N less the components that stay).
+The cophenetic height of two nodes is the scale at which they become connected: the largest weight
+on the path in a minimum spanning tree. In leaf order that is a running maximum of gaps, so rows are
+computed on demand: the matrix of 5,000 nodes takes 200 MB.
 
-Cophenetic heights of single linkage: the scale at which two nodes become connected.
-
-A height is the largest weight on the path in a minimum spanning tree. In leaf order that is a
-running maximum of gaps, so rows are computed on demand: the matrix of 5,000 nodes takes 200 MB.
-
-Legend: N nodes, T trees, K past trees, C nodes that all trees share.
+Legend: N nodes, E edges of the spanning forest, M merges (N less the components that stay), T
+trees, K past trees, C nodes that all trees share.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Shape of a network: merge tree, H0, H1, and the median edge as its unit.
 
-Max-min landmarks: the sample of nodes on which H1 is computed in a large swarm.
+H1 is the rings that no shorter links fill, with a cycle of nodes for each.
 
-Legend: N nodes, K landmarks.
-
-H1 of a network: its rings that no shorter links fill, with a cycle of nodes for each.
-
-Legend: N nodes, P classes.
+Legend: N nodes, K landmarks, P classes.
 """
 
 from __future__ import annotations

@@ -9,14 +9,6 @@ of the memory bandwidth, plus 0.2 ms to launch; a prefill computes at 40 % of th
 engines reach that in general; these machines were not measured. Planners compare devices with each
 other, so only the ratios matter.
 
-Random nodes of a synthetic swarm.
-
-Legend: N nodes.
-
-Spans of the nodes of a synthetic swarm, as nodes choose them without a planner.
-
-Every block has a holder where memory allows it, but replicas are uneven.
-
 Legend: N nodes, B blocks, S possible starts.
 """
 
@@ -229,7 +221,7 @@ def choose_spans(
     rng: np.random.Generator,
     holders_B: Ints | None = None,
 ) -> list[Span]:
-    """Choose a span for every node, no longer than `max_blocks_N` and never empty.
+    """Choose a span for every node, as without a planner; at most `max_blocks_N`, never empty.
 
     `holders_B` counts the present holders of each block, zero if None. The longest spans are chosen
     first: the window with the most unheld blocks, then with the most blocks of one holder. Once all

@@ -16,8 +16,6 @@ A node's speed and capacity follow from its `device` (`devices.DEVICES`), or fro
 `geography.CITIES` or a region of a table), a `location` in degrees, or follows from its round trips
 to other nodes. Missing round trips are estimated as in a live swarm (`estimate.fill`).
 
-Links of a swarm file, from regions, locations, access links and stated round trips.
-
 Legend: N nodes, A and B places.
 """
 

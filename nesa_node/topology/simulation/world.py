@@ -4,14 +4,7 @@ A round trip is that between the two regions' exchanges (a great circle, stretch
 plus both access delays, short in a data centre and long at home. Every pair has noise and a few
 take detours, so triangle violations are as common as in real networks.
 
-Legend: R regions, N nodes, C clients.
-
-Random links of a synthetic swarm.
-
-A round trip is that between the regions' exchanges, times a random factor, plus both access delays.
-A rate is that of the slower access link, less a random loss.
-
-Legend: A and B machines each, R regions.
+Legend: R regions, N nodes, C clients, A and B machines each.
 """
 
 from __future__ import annotations
