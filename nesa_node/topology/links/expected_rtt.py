@@ -2,7 +2,7 @@
 
 Between nodes with known locations, the prior is a least-squares fit of round trips: height_i +
 height_j + stretch x light time on a great circle. A kernel smoother over pairs corrects it by
-measurements of nearby pairs: cable detours belong to regions, not to machines: if a node in Mumbai
+measurements of nearby pairs. Cable detours belong to regions, not to machines: if a node in Mumbai
 reaches Frankfurt across the Pacific, so do its neighbours, and to Paris, too. So log(measured /
 expected) is averaged over measured pairs, weighted by the distance of both ends to those of the
 pair in question, and shrunk towards no correction where few pairs are measured.

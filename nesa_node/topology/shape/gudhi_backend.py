@@ -1,6 +1,6 @@
 """Wrapper of gudhi, without its parts under the GPL; the only module that imports it.
 
-gudhi's own code is MIT and its `hera` BSD, but what uses CGAL is GPL v3, and `import gudhi` loads
+gudhi's own code is MIT, but what uses CGAL is GPL v3, and `import gudhi` loads
 that, too. This package is Apache-2.0 and must not become a GPL work in memory. So before the import
 the GPL modules' names are set to None in `sys.modules`: Python then raises `ImportError`, which
 gudhi's `__init__` takes for a build without CGAL. It imports `gudhi.nerve_gic` unconditionally, so
@@ -57,7 +57,7 @@ class TooManyTrianglesError(Exception):
 
 @cache
 def load_gudhi() -> Any:
-    """Import gudhi with `hera` and `sklearn`; takes 0.5 s the first time.
+    """Import gudhi with its `sklearn`; takes 0.5 s the first time.
 
     Raises `ConfigError` if it is not installed.
     """
@@ -69,7 +69,6 @@ def load_gudhi() -> Any:
         stand_in.CoverComplex = None  # type: ignore[attr-defined]
         sys.modules[_STUB_MODULE] = stand_in
     import gudhi as module
-    import gudhi.hera
     import gudhi.sklearn
 
     return module
@@ -134,16 +133,3 @@ def _count_triangles(tree: Any, nodes: int) -> int:
         near_NN[simplex[0], simplex[-1]] = near_NN[simplex[-1], simplex[0]] = 1.0
     np.fill_diagonal(near_NN, 0.0)
     return round(float(np.vdot(near_NN @ near_NN, near_NN)) / 6)
-
-
-def hera_bottleneck(first_P2: Floats, second_P2: Floats, relative_error: float) -> float:
-    return float(load_gudhi().hera.bottleneck_distance(first_P2, second_P2, relative_error))
-
-
-def hera_wasserstein(
-    first_P2: Floats, second_P2: Floats, *, order: float, relative_error: float
-) -> float:
-    distance = load_gudhi().hera.wasserstein_distance(
-        first_P2, second_P2, order=order, internal_p=np.inf, delta=relative_error
-    )
-    return float(distance)

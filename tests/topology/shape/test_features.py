@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nesa_node.topology.shape.diagrams import (
-    bottleneck_distance,
-    make_diagram,
-    wasserstein_distance,
-)
+from nesa_node.topology.shape.diagrams import make_diagram
 from nesa_node.topology.shape.features import (
     compute_features,
     feature_names,
@@ -75,27 +71,3 @@ def test_barcode_begins_with_the_longest_and_leaves_out_what_never_lived() -> No
     diagram = make_diagram(0, np.array([0.0, 1.0, 0.0]), np.array([1.0, 1.0, np.inf]))
     assert diagram.barcode() == ((0.0, math.inf), (0.0, 1.0))
     assert diagram.barcode(1) == ((0.0, math.inf),)
-
-
-def test_distances_of_small_diagrams_by_hand() -> None:
-    one = make_diagram(1, np.array([0.0]), np.array([4.0]))
-    two = make_diagram(1, np.array([1.0, 5.0]), np.array([4.0, 6.0]))
-    empty = make_diagram(1, np.array([]), np.array([]))
-    assert bottleneck_distance(one, two, relative_error=1e-6) == pytest.approx(1.0)
-    # (0, 4) to (1, 4) moves by 1; (5, 6) to the diagonal by a half.
-    assert wasserstein_distance(one, two, relative_error=1e-6) == pytest.approx(1.5)
-    assert bottleneck_distance(one, empty) == pytest.approx(2.0, rel=0.02)
-    assert bottleneck_distance(empty, empty) == 0.0
-
-
-def test_diagrams_of_two_dimensions_cannot_be_compared() -> None:
-    with pytest.raises(ValueError, match="H0 cannot"):
-        bottleneck_distance(
-            make_diagram(0, np.empty(0), np.empty(0)), make_diagram(1, np.empty(0), np.empty(0))
-        )
-
-
-def test_another_essential_class_is_infinitely_far() -> None:
-    one = make_diagram(0, np.zeros(1), np.full(1, np.inf))
-    two = make_diagram(0, np.zeros(2), np.full(2, np.inf))
-    assert bottleneck_distance(one, two) == math.inf

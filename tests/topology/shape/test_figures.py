@@ -85,5 +85,5 @@ def test_four_circles_have_a_hole_in_both() -> None:
     corner_42 = np.array([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=np.float64)
     distance_44 = np.hypot(*(corner_42[:, None] - corner_42).transpose(2, 0, 1))
     filtration = make_filtration(distance_44)
-    np.testing.assert_allclose(compute_shape(filtration).h1.as_P2(), [[math.sqrt(2), 2.0]])
+    np.testing.assert_allclose(compute_shape(filtration).h1.barcode(), [[math.sqrt(2), 2.0]])
     assert longest_loops(filtration)[0].nodes == (0, 1, 2, 3)

@@ -78,7 +78,7 @@ def test_ripser_finds_the_same_within_float32(count: int, seed: int) -> None:
         (merge_tree(filtration).diagram(), loop_diagram(filtration)), theirs, strict=True
     ):
         expected = lasting(np.asarray(points, dtype=np.float64), least)
-        found = lasting(ours.as_P2(), least)
+        found = lasting(np.stack([ours.birth_P, ours.death_P], axis=1), least)
         assert len(found) == len(expected) > 5
         np.testing.assert_allclose(found, expected, rtol=RIPSER_TOLERANCE)
 
