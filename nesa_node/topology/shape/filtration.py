@@ -126,23 +126,16 @@ def round_trip_filtration(snapshot: Snapshot) -> Filtration:
     return make_filtration(np.where(np.isnan(links.rtt_ms_NN), np.inf, links.rtt_ms_NN))
 
 
-def network_filtration(
-    round_trip_s_NN: Floats,
-    *,
-    bytes_per_s_NN: Floats | None = None,
-    message_nbytes: float = 0.0,
-    compute_s_N: Floats | None = None,
-) -> Filtration:
+def network_filtration(round_trip_s_NN: Floats, *, compute_s_N: Floats | None = None) -> Filtration:
     """Filtration by seconds: a node is born at its compute time, an edge at a step's time over it.
 
-    weight = round trip / 2 + message / bandwidth + compute of both ends, so that no edge is born
-    before its ends. Section 3.1 of the paper fixes only "strongest connections first"; it prints no
-    formula.
+    weight = round trip / 2 + compute of both ends, so that no edge is born before its ends. Section
+    3.1 of the paper fixes only "strongest connections first"; it prints no formula.
 
-    round_trip_s_NN, bytes_per_s_NN : [N, N] float64, symmetric. No edge: inf and 0. Not modified.
+    round_trip_s_NN : [N, N] float64, symmetric; inf where there is no edge. Not modified.
     compute_s_N : [N] float64, seconds that one step takes a node; 0 if not given.
 
-    Raises `ValueError` as `make_filtration` does, and for times or rates that are negative.
+    Raises `ValueError` as `make_filtration` does, and for times that are negative.
     """
     weight_NN = np.array(round_trip_s_NN, dtype=np.float64)
     compute_N = None if compute_s_N is None else np.asarray(compute_s_N, dtype=np.float64)
@@ -150,12 +143,6 @@ def network_filtration(
         raise ValueError("a compute time is negative")
     for start, rows in row_blocks(weight_NN):
         rows /= 2
-        if bytes_per_s_NN is not None and message_nbytes > 0:
-            rate = np.asarray(bytes_per_s_NN[start : start + len(rows)])
-            if np.any(rate < 0):
-                raise ValueError("a bandwidth is negative; give 0 where there is no link")
-            with np.errstate(divide="ignore"):
-                rows += message_nbytes / rate
         if compute_N is not None:
             # Both ends are added first: that is symmetric to the last bit.
             rows += compute_N[start : start + len(rows), None] + compute_N

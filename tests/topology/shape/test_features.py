@@ -8,8 +8,6 @@ from nesa_node.topology.shape.diagrams import make_diagram
 from nesa_node.topology.shape.features import (
     compute_features,
     feature_names,
-    lifetime_image,
-    persistence_image,
 )
 from nesa_node.topology.shape.filtration import make_filtration
 from nesa_node.topology.shape.network_shape import compute_shape
@@ -48,17 +46,6 @@ def test_unreachable_parts_are_counted_and_everything_stays_finite() -> None:
     features = compute_features(compute_shape(make_filtration(distance_NN))).as_dict()
     assert features["parts"] == 2
     assert all(math.isfinite(value) for value in features.values())
-
-
-def test_an_images_mass_is_the_sum_of_lifetimes() -> None:
-    diagram = make_diagram(1, np.array([1.0, 2.0, 1.5]), np.array([1.5, 4.0, np.inf]))
-    image = persistence_image(diagram, extent=(5.0, 5.0), pixels=(10, 20), spread=0.05)
-    assert image.shape == (10, 20)
-    assert image.sum() == pytest.approx(2.5)
-    # Birth 2 lies on the border of the fourth and fifth of ten columns, lifetime 2 of rows 7 and 8.
-    assert image[3:5, 7:9].sum() == pytest.approx(2.0, rel=1e-3)
-    line = lifetime_image(diagram, extent=5.0, pixels=10, spread=0.05)
-    assert line.sum() == pytest.approx(2.5)
 
 
 def test_betti_numbers_count_both_ends_as_a_complex_does() -> None:

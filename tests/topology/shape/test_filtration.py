@@ -17,13 +17,10 @@ def symmetric(count: int, seed: int = 0) -> NDArray[np.float64]:
     return upper + upper.T
 
 
-def test_network_edge_weighs_latency_transfer_and_both_ends_compute() -> None:
+def test_network_edge_weighs_latency_and_both_ends_compute() -> None:
     round_trip_s = np.array([[0.0, 0.1], [0.1, 0.0]])
-    rate = np.array([[0.0, 1e6], [1e6, 0.0]])
-    seen = network_filtration(
-        round_trip_s, bytes_per_s_NN=rate, message_nbytes=2e4, compute_s_N=np.array([0.01, 0.03])
-    )
-    assert seen.weight_NN[0, 1] == pytest.approx(0.05 + 0.02 + 0.04)
+    seen = network_filtration(round_trip_s, compute_s_N=np.array([0.01, 0.03]))
+    assert seen.weight_NN[0, 1] == pytest.approx(0.05 + 0.04)
     assert seen.birth_N.tolist() == [0.01, 0.03]
     assert np.diagonal(seen.weight_NN).tolist() == [0.0, 0.0]
 
@@ -36,9 +33,10 @@ def test_network_weights_are_exactly_symmetric_and_no_edge_is_older_than_its_end
     assert (seen.weight_NN >= np.maximum.outer(compute_s, compute_s))[off_diagonal].all()
 
 
-def test_no_bandwidth_is_no_edge() -> None:
-    rate = np.zeros((3, 3))
-    seen = network_filtration(symmetric(3), bytes_per_s_NN=rate, message_nbytes=1.0)
+def test_no_round_trip_is_no_edge() -> None:
+    unlinked = np.full((3, 3), INF)
+    np.fill_diagonal(unlinked, 0.0)
+    seen = network_filtration(unlinked)
     assert np.isinf(seen.weight_NN[0, 1:]).all()
     assert seen.largest_weight() == 0.0
     assert seen.median_weight() == 0.0
