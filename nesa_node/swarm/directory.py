@@ -11,7 +11,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
@@ -35,7 +34,7 @@ from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.transport import Transport
 from nesa_node.swarm.reputation import ReputationView
 from nesa_node.topology.links.matrix import MeasuredLink, assemble_links
-from nesa_node.topology.snapshot import NodeState, Snapshot
+from nesa_node.topology.snapshot import NodeState, Snapshot, count_span_holders
 
 log = get_logger(__name__)
 
@@ -207,11 +206,9 @@ class Directory:
         """
         records = self._model_records(model_id)
         num_blocks, agreed = self._agreed_records(model_id, records, num_blocks)
-        rises = [0] * (num_blocks + 1)
-        for start, end in (record.span for record in agreed if record.state == "serving"):
-            rises[start] += 1
-            rises[end] -= 1
-        return tuple(accumulate(rises[:-1])), Counter(record.state for record in agreed)
+        serving = (record.span for record in agreed if record.state == "serving")
+        holders = count_span_holders(serving, num_blocks)
+        return holders, Counter(record.state for record in agreed)
 
     def addresses(self, model_id: ModelId, num_blocks: int) -> dict[PeerId, tuple[str, ...]]:
         """Addresses of all nodes of a model, from remembered records."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -152,11 +153,16 @@ class Snapshot:
 
 def count_holders(nodes: Sequence[NodeState], num_blocks: int) -> tuple[int, ...]:
     """How many of `nodes` hold each of `num_blocks` blocks. Spans beyond the model are cut."""
-    counts = [0] * num_blocks
-    for node in nodes:
-        for block in range(node.span.start, min(node.span.end, num_blocks)):
-            counts[block] += 1
-    return tuple(counts)
+    return count_span_holders(((node.span.start, node.span.end) for node in nodes), num_blocks)
+
+
+def count_span_holders(spans: Iterable[tuple[int, int]], num_blocks: int) -> tuple[int, ...]:
+    """How many of `spans` (start, end) hold each block, by differences; spans are cut as above."""
+    steps = [0] * (num_blocks + 1)
+    for start, end in spans:
+        steps[min(start, num_blocks)] += 1
+        steps[min(end, num_blocks)] -= 1
+    return tuple(accumulate(steps[:-1]))
 
 
 def zero_runs(counts: Sequence[float]) -> tuple[Span, ...]:

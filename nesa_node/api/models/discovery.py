@@ -30,7 +30,7 @@ from nesa_node.engine.weights.files import convert_parse_errors
 from nesa_node.swarm.dht.records import NodeRecord, majority_num_blocks
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.topology.snapshot import count_holders, zero_runs
+from nesa_node.topology.snapshot import count_span_holders, zero_runs
 
 log = get_logger(__name__)
 
@@ -117,12 +117,12 @@ class DhtModelDirectory:
 
 def _summarize_records(records: list[NodeRecord]) -> AnnouncedModel:
     num_blocks = majority_num_blocks(records)
-    serving = [
-        record.node_state()
+    serving = (
+        record.span
         for record in records
         if record.state == "serving" and record.num_blocks == num_blocks
-    ]
-    holes = zero_runs(count_holders(serving, num_blocks))
+    )
+    holes = zero_runs(count_span_holders(serving, num_blocks))
     return AnnouncedModel(ModelId(records[0].model_id), num_blocks, holes)
 
 

@@ -19,7 +19,7 @@ from nesa_node.core.ids import PeerId, model_name_candidates
 from nesa_node.core.span import Span
 from nesa_node.swarm.dht.records import NodeRecord, filter_by_model, majority_num_blocks
 from nesa_node.topology.links.matrix import peer_digest
-from nesa_node.topology.snapshot import count_holders, zero_runs
+from nesa_node.topology.snapshot import count_span_holders, zero_runs
 
 MAX_COVERAGE_CHARS = 60
 PIPE_WIDTH_CHARS = 120
@@ -46,8 +46,8 @@ class ModelNodes:
     @property
     def coverage(self) -> tuple[int, ...]:
         """Number of serving nodes per block."""
-        serving = [record.node_state() for record in self.records if record.state == "serving"]
-        return count_holders(serving, self.num_blocks)
+        serving = (record.span for record in self.records if record.state == "serving")
+        return count_span_holders(serving, self.num_blocks)
 
     @property
     def holes(self) -> tuple[Span, ...]:
