@@ -75,7 +75,7 @@ def shape_features(instance: PlacementProblem) -> dict[str, float]:
     """
     both_ways_NN = instance.problem.transfer_s_NN + instance.problem.transfer_s_NN.T
     shape = compute_shape(make_filtration(both_ways_NN), max_loops=0)
-    return compute_features(shape).as_dict()
+    return compute_features(shape)
 
 
 def _correlation(one_N: Floats, other_N: Floats) -> float:

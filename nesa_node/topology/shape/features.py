@@ -1,15 +1,12 @@
 """Feature vector of a network's shape, for the regression that chooses placement schemas.
 
-Legend: F features, P classes.
+Legend: P classes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from nesa_node.core.arrays import Floats
 from nesa_node.topology.shape.diagrams import PersistenceDiagram, make_diagram
 from nesa_node.topology.shape.network_shape import NetworkShape
 
@@ -18,29 +15,7 @@ BETTI_SCALES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5)
 _STATISTICS = ("count", "sum", "mean", "std", "median", "p90", "max", "entropy")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShapeFeatures:
-    """Named features; value_F is [F] float64, finite, and names[i] is the name of value_F[i]."""
-
-    names: tuple[str, ...]
-    value_F: Floats
-
-    def as_dict(self) -> dict[str, float]:
-        return dict(zip(self.names, self.value_F.tolist(), strict=True))
-
-
-def feature_names() -> tuple[str, ...]:
-    return (
-        "nodes",
-        "unit",
-        "parts",
-        *(f"{h}.{name}" for h in ("h0", "h1") for name in _STATISTICS),
-        *(f"h0.betti@{scale}" for scale in BETTI_SCALES),
-        *(f"h1.betti@{scale}" for scale in BETTI_SCALES),
-    )
-
-
-def compute_features(shape: NetworkShape) -> ShapeFeatures:
+def compute_features(shape: NetworkShape) -> dict[str, float]:
     """Features of a shape: lifetime statistics and Betti curves of H0 and H1.
 
     "unit" is the median edge in the filtration's own unit; all other lengths are relative to it.
@@ -50,16 +25,17 @@ def compute_features(shape: NetworkShape) -> ShapeFeatures:
     unit = shape.median_edge or 1.0
     h0, h1 = _scale_diagram(shape.h0, unit), _scale_diagram(shape.h1, unit)
     nodes, sampled = len(shape.tree), len(shape.landmarks.node_K)
-    values = [
-        float(nodes),
-        shape.median_edge,
-        float(h0.num_essential),
-        *_lifetime_statistics(h0, nodes),
-        *_lifetime_statistics(h1, sampled),
-        *(h0.betti(scale) / nodes for scale in BETTI_SCALES),
-        *(h1.betti(scale) / sampled for scale in BETTI_SCALES),
-    ]
-    return ShapeFeatures(feature_names(), np.array(values, dtype=np.float64))
+    features = {
+        "nodes": float(nodes),
+        "unit": float(shape.median_edge),
+        "parts": float(h0.num_essential),
+    }
+    for name, diagram, size in (("h0", h0, nodes), ("h1", h1, sampled)):
+        values = zip(_STATISTICS, _lifetime_statistics(diagram, size), strict=True)
+        features |= {f"{name}.{statistic}": value for statistic, value in values}
+    for name, diagram, size in (("h0", h0, nodes), ("h1", h1, sampled)):
+        features |= {f"{name}.betti@{scale}": diagram.betti(scale) / size for scale in BETTI_SCALES}
+    return features
 
 
 def _scale_diagram(diagram: PersistenceDiagram, unit: float) -> PersistenceDiagram:

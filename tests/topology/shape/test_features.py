@@ -6,8 +6,9 @@ from numpy.typing import NDArray
 
 from nesa_node.topology.shape.diagrams import make_diagram
 from nesa_node.topology.shape.features import (
+    _STATISTICS,
+    BETTI_SCALES,
     compute_features,
-    feature_names,
 )
 from nesa_node.topology.shape.filtration import make_filtration
 from nesa_node.topology.shape.network_shape import compute_shape
@@ -22,20 +23,18 @@ def points(count: int, seed: int) -> NDArray[np.float64]:
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 60, 600])
 def test_features_have_one_length_and_are_finite(count: int) -> None:
     features = compute_features(compute_shape(make_filtration(points(count, 0)), num_landmarks=50))
-    assert features.names == feature_names()
-    assert features.value_F.shape == (len(feature_names()),)
-    assert len(set(features.names)) == len(features.names)
-    assert np.isfinite(features.value_F).all()
-    assert features.as_dict()["nodes"] == count
+    names = [f"{h}.{name}" for h in ("h0", "h1") for name in _STATISTICS]
+    names += [f"{h}.betti@{scale}" for h in ("h0", "h1") for scale in BETTI_SCALES]
+    assert list(features) == ["nodes", "unit", "parts", *names]
+    assert all(math.isfinite(value) for value in features.values())
+    assert features["nodes"] == count
 
 
 def test_features_do_not_depend_on_the_nodes_order_nor_on_the_unit() -> None:
     distance_NN = points(60, 1)
     order = np.random.default_rng(2).permutation(60)
-    first = compute_features(compute_shape(make_filtration(distance_NN))).as_dict()
-    second = compute_features(
-        compute_shape(make_filtration(8 * distance_NN[np.ix_(order, order)]))
-    ).as_dict()
+    first = compute_features(compute_shape(make_filtration(distance_NN)))
+    second = compute_features(compute_shape(make_filtration(8 * distance_NN[np.ix_(order, order)])))
     assert second.pop("unit") == pytest.approx(8 * first.pop("unit"))
     assert second == pytest.approx(first, abs=1e-9)
 
@@ -43,7 +42,7 @@ def test_features_do_not_depend_on_the_nodes_order_nor_on_the_unit() -> None:
 def test_unreachable_parts_are_counted_and_everything_stays_finite() -> None:
     distance_NN = points(20, 3)
     distance_NN[:8, 8:] = distance_NN[8:, :8] = np.inf
-    features = compute_features(compute_shape(make_filtration(distance_NN))).as_dict()
+    features = compute_features(compute_shape(make_filtration(distance_NN)))
     assert features["parts"] == 2
     assert all(math.isfinite(value) for value in features.values())
 
