@@ -30,7 +30,7 @@ MAX_NODES = 10_000
 MAX_LINKED_NODES = 5_000
 """Maximum number of nodes with links; four float64 matrices of them take 800 MB."""
 MAX_BLOCKS = 10_000
-MAX_BYTES = 1 << 30
+MAX_SNAPSHOT_BYTES = 1 << 30
 _MAX_COMPRESSION_RATIO = 1100
 """Upper bound of zlib's compression ratio: a shorter text cannot hold the array that it claims."""
 _ZLIB_LEVEL = 1
@@ -128,8 +128,8 @@ def snapshot_to_json(snapshot: Snapshot) -> bytes:
 def snapshot_from_json(text: bytes | str, *, where: str = "snapshot") -> Snapshot:
     """Decode what `snapshot_to_json` wrote; `ConfigError`, which names `where`, for anything
     else."""
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"{where} has {len(text)} bytes; at most {MAX_BYTES} are read")
+    if len(text) > MAX_SNAPSHOT_BYTES:
+        raise ConfigError(f"{where} has {len(text)} bytes; at most {MAX_SNAPSHOT_BYTES} are read")
     document = _decode_document(text, where)
     nodes = tuple(_node_state(node, where) for node in document.nodes)
     joining = tuple(_node_state(node, where) for node in document.joining)

@@ -17,7 +17,7 @@ from nesa_node.routing.placement.rebalance import rebalance, require_repeated_ga
 from nesa_node.routing.placement.score import Goal
 from nesa_node.server.orchestrator.snapshot_store import is_snapshot_store, read_snapshots
 from nesa_node.topology.snapshot import Snapshot
-from nesa_node.topology.snapshot_json import MAX_BYTES, snapshot_from_json
+from nesa_node.topology.snapshot_json import MAX_SNAPSHOT_BYTES, snapshot_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,13 @@ def _read_snapshots(path: Path) -> list[Snapshot]:
 
 def _read_json_lines(path: Path) -> list[Snapshot]:
     lines: list[bytes] = []
-    left = MAX_BYTES
+    left = MAX_SNAPSHOT_BYTES
     with path.open("rb") as file:
         while line := file.readline(left + 1):
             left -= len(line)
             if left < 0:
                 raise ConfigError(
-                    f"--replay {path} has more than {MAX_BYTES} bytes; replay a part of it"
+                    f"--replay {path} has more than {MAX_SNAPSHOT_BYTES} bytes; replay a part of it"
                 )
             if line.strip():
                 lines.append(line)

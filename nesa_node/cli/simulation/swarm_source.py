@@ -26,7 +26,7 @@ from nesa_node.routing.strategies import make_strategy
 from nesa_node.topology.geography import CITIES
 from nesa_node.topology.simulation.devices import LLAMA_70B, Block
 from nesa_node.topology.simulation.newcomer import add_newcomers, parse_newcomer
-from nesa_node.topology.simulation.swarm_file import MAX_BYTES, parse_swarm_file
+from nesa_node.topology.simulation.swarm_file import MAX_SWARM_FILE_BYTES, parse_swarm_file
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import Snapshot
 
@@ -148,7 +148,7 @@ def read_swarm_file(path: Path) -> SimulatedSwarm:
     """Read a swarm's description. Raises `ConfigError` if it cannot be read."""
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
+            text = file.read(MAX_SWARM_FILE_BYTES + 1)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"--nodes {path}: {reason}; docs/simulate.md has an example") from None

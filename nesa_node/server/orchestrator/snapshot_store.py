@@ -18,7 +18,11 @@ import msgspec
 from nesa_node.core.errors import ConfigError
 from nesa_node.topology.changes.triggers import HistoryEntry
 from nesa_node.topology.snapshot import Snapshot, snapshots_differ
-from nesa_node.topology.snapshot_json import MAX_BYTES, snapshot_from_json, snapshot_to_json
+from nesa_node.topology.snapshot_json import (
+    MAX_SNAPSHOT_BYTES,
+    snapshot_from_json,
+    snapshot_to_json,
+)
 
 MAX_SNAPSHOTS = 5_000
 MAX_STORED_BYTES = 1 << 28
@@ -71,7 +75,7 @@ class SnapshotStore:
         """
         wanted = bool(snapshot.nodes) and (always or self._is_new(snapshot))
         body = snapshot_to_json(snapshot) if wanted else b""
-        keep = 0 < len(body) <= min(self._max_bytes, MAX_BYTES)
+        keep = 0 < len(body) <= min(self._max_bytes, MAX_SNAPSHOT_BYTES)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as database, database:
@@ -164,8 +168,8 @@ def read_snapshots(path: Path, last: int | None = None) -> list[Snapshot]:
             "select number, length(body) from snapshots order by number desc limit ?",
             (MAX_SNAPSHOTS if last is None else min(last, MAX_SNAPSHOTS),),
         ).fetchall()
-        if sum(size or 0 for _, size in sizes) > MAX_BYTES:
-            raise ConfigError(f"{path} has more than {MAX_BYTES} bytes of snapshots")
+        if sum(size or 0 for _, size in sizes) > MAX_SNAPSHOT_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_SNAPSHOT_BYTES} bytes of snapshots")
         found = [_read_row(database, path, number) for number, _ in sizes]
     return sorted(found, key=lambda snapshot: snapshot.taken_at)
 

@@ -12,8 +12,15 @@ from pydantic import BaseModel, Field, model_validator
 
 from nesa_node.core.ids import ModelId
 from nesa_node.core.span import Span
-from nesa_node.swarm.dht.records import STRICT, Pair, Text, Time, max_items
-from nesa_node.swarm.dht.sealing import Statement, StatementBounds
+from nesa_node.swarm.dht.sealing import (
+    STRICT,
+    Pair,
+    Statement,
+    StatementBounds,
+    Text,
+    Time,
+    max_items,
+)
 
 MAX_PLACEMENT_MOVES = 64
 """Moves in one placement. Nodes move a few times an hour; further moves are in later placements."""

@@ -16,8 +16,6 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
     model_validator,
 )
@@ -25,7 +23,16 @@ from pydantic import (
 from nesa_node.core.ids import ModelId, PeerId, model_name_candidates
 from nesa_node.core.settings.models import MAX_RECORD_TTL_S
 from nesa_node.core.span import Span
-from nesa_node.swarm.dht.sealing import RECORD_KIND, Statement, StatementBounds
+from nesa_node.swarm.dht.sealing import (
+    RECORD_KIND,
+    STRICT,
+    Pair,
+    Statement,
+    StatementBounds,
+    Text,
+    Time,
+    max_items,
+)
 from nesa_node.topology.links.matrix import MAX_PACKED_BYTES, MeasuredLink, unpack_links
 from nesa_node.topology.snapshot import NodeState
 
@@ -36,30 +43,8 @@ MAX_NODES_PER_MODEL = 1024
 """Planning allocates arrays of nodes by nodes: 160 MiB, and a third of a second, for 1,024."""
 
 
-def _check_printable(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("must be printable")
-    return text
-
-
-def max_items(length: int) -> BeforeValidator:
-    """Validator of a list or dict with at most `length` items; MessagePack's lists become tuples.
-
-    pydantic's own `max_length` counts only after it has validated all items and kept their errors.
-    """
-
-    def check(value: object) -> object:
-        if isinstance(value, list | tuple | dict) and len(value) > length:
-            raise ValueError(f"must have at most {length} items")
-        return tuple(value) if isinstance(value, list) else value
-
-    return BeforeValidator(check)
-
-
-Text = Annotated[str, AfterValidator(_check_printable)]
 Count = Annotated[int, Field(ge=0, lt=2**50)]
 Rate = Annotated[float, Field(ge=0, le=1e8)]
-Time = Annotated[float, Field(gt=0, lt=1e11)]
 CodecText = Annotated[str, Field(pattern=r"^[a-z0-9:@]{1,32}$")]
 
 
@@ -71,10 +56,6 @@ def _check_packed_links(packed: bytes) -> bytes:
 PackedLinks = Annotated[
     bytes, Field(max_length=MAX_PACKED_BYTES), AfterValidator(_check_packed_links)
 ]
-Pair = Annotated[tuple[int, int], max_items(2)]
-
-
-STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
 
 class NodeStatus(BaseModel):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import PeerId
@@ -26,6 +26,34 @@ _MAJOR_VERSION = 1
 _PUBLIC_NETWORK = Membership(None)
 
 _StatementKindName = Annotated[str, msgspec.Meta(max_length=16)]
+
+STRICT = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+"""Config of the models of statements, which peers write."""
+
+
+def _check_printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must be printable")
+    return text
+
+
+def max_items(length: int) -> BeforeValidator:
+    """Validator of a list or dict with at most `length` items; MessagePack's lists become tuples.
+
+    pydantic's own `max_length` counts only after it has validated all items and kept their errors.
+    """
+
+    def check(value: object) -> object:
+        if isinstance(value, list | tuple | dict) and len(value) > length:
+            raise ValueError(f"must have at most {length} items")
+        return tuple(value) if isinstance(value, list) else value
+
+    return BeforeValidator(check)
+
+
+Text = Annotated[str, AfterValidator(_check_printable)]
+Time = Annotated[float, Field(gt=0, lt=1e11)]
+Pair = Annotated[tuple[int, int], max_items(2)]
 
 
 @dataclass(frozen=True, slots=True)

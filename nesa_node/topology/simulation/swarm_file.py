@@ -116,7 +116,7 @@ def site_rtts_ms(first_A: Sequence[NodeSite], second_B: Sequence[NodeSite]) -> F
     return rtt_ms_AB
 
 
-MAX_BYTES = 16 << 20
+MAX_SWARM_FILE_BYTES = 16 << 20
 MAX_NODES = 5_000
 
 _Name = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -193,8 +193,8 @@ def parse_swarm_file(
 
     `rng` serves the estimates of round trips between nodes without a location.
     """
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"{where} has {len(text)} bytes; at most {MAX_BYTES} are read")
+    if len(text) > MAX_SWARM_FILE_BYTES:
+        raise ConfigError(f"{where} has {len(text)} bytes; at most {MAX_SWARM_FILE_BYTES} are read")
     try:
         swarm = msgspec.json.decode(text, type=_FileSwarm)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

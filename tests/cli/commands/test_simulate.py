@@ -201,12 +201,12 @@ def test_a_file_without_an_end_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (
-        "cli.simulation.replay",
-        "cli.simulation.swarm_source",
-        "topology.simulation.swarm_file",
+    for limit in (
+        "cli.simulation.replay.MAX_SNAPSHOT_BYTES",
+        "cli.simulation.swarm_source.MAX_SWARM_FILE_BYTES",
+        "topology.simulation.swarm_file.MAX_SWARM_FILE_BYTES",
     ):
-        monkeypatch.setattr(f"nesa_node.{module}.MAX_BYTES", 1000)
+        monkeypatch.setattr(f"nesa_node.{limit}", 1000)
     path = tmp_path / "pipe"
     os.mkfifo(path)
     writer = os.open(path, os.O_RDWR)
