@@ -143,9 +143,9 @@ class Int4:
         factor = float16_factor(values_RD)
         channels_C = largest_channels(values_RD, self._num_outliers(blocks))
         rotated_NB = _rotate_blocks(blocks, values_RD, channels_C)
-        scale_N1 = _scale_codes(rotated_NB, factor)
+        scale_N1 = _int4_scale_codes(rotated_NB, factor)
         # Blocks with scale code 0 decode to zeros; dividing them by infinity avoids 0 / 0.
-        step_N1 = decode_scales(scale_N1.view(-1), 2 * _max_scale(factor)).view(-1, 1)
+        step_N1 = decode_scales(scale_N1.view(-1), 2 * _max_int4_scale(factor)).view(-1, 1)
         each_N1 = step_N1.masked_fill_(scale_N1 == 0, torch.inf).reciprocal_()
         codes_NB = (
             rotated_NB.mul_(each_N1)
@@ -166,7 +166,7 @@ class Int4:
         factor = read_values(data, 0, 1, torch.float32).item()
         start = self._scales_start(blocks)
         scale_N = read_values(data, start, blocks.count, torch.uint8).to(device)
-        real_N = decode_scales(scale_N, _max_scale(factor))
+        real_N = decode_scales(scale_N, _max_int4_scale(factor))
         start += blocks.count
         packed = read_values(data, start, data.nbytes - start, torch.uint8).to(device)
         codes_NB = unpack_five_bits(packed, blocks.count * blocks.block).view(
@@ -199,7 +199,7 @@ class Int4:
         return 4 + self._num_outliers(blocks) * each
 
 
-def _max_scale(factor: float) -> float:
+def _max_int4_scale(factor: float) -> float:
     """The scale that code 255 stands for."""
     return factor * 2.0**FACTOR_BITS / (2 * _LEVELS_PER_SIGN)
 
@@ -211,7 +211,7 @@ def _rotate_blocks(blocks: QuantBlocks, values_RD: Tensor, channels_C: Tensor) -
     return hadamard_transform(blocks.split(values_RD)).mul_(1 / blocks.block)
 
 
-def _scale_codes(rotated_NB: Tensor, factor: float) -> Tensor:
+def _int4_scale_codes(rotated_NB: Tensor, factor: float) -> Tensor:
     """The scale codes, uint8 [N, 1]: the nearest eighth of an octave, 0 for blocks too small."""
     most_N1 = rotated_NB.abs().amax(-1, keepdim=True).mul_(_SCALE_MARGIN)
     codes_N1 = to_scale_codes(most_N1, factor * 2.0**FACTOR_BITS).round_()

@@ -24,7 +24,7 @@ from nesa_node.core.wait_tracking import track_wait
 
 DEFAULT_ADDRESS = HttpAddress("127.0.0.1", 8000)
 _START_TIMEOUT_S = 60.0
-_POLL_INTERVAL_S = 0.1
+_GATEWAY_POLL_INTERVAL_S = 0.1
 
 
 def serve_until_stopped(
@@ -49,7 +49,7 @@ def serve_until_stopped(
         while process.poll() is None:
             for line in supervisor.poll():
                 print(line, flush=True)
-            time.sleep(_POLL_INTERVAL_S)
+            time.sleep(_GATEWAY_POLL_INTERVAL_S)
         raise SwarmError(f"the gateway has ended:\n{log_tail(log_path)}")
     finally:
         stop_processes([process])
@@ -109,7 +109,7 @@ def _wait_until_serving(process: subprocess.Popen[bytes], ready: Path, log_path:
         while not ready.exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SwarmError(f"the gateway did not come to serve:\n{log_tail(log_path)}")
-            time.sleep(_POLL_INTERVAL_S)
+            time.sleep(_GATEWAY_POLL_INTERVAL_S)
     url: str = json.loads(ready.read_text(encoding="utf-8"))["url"]
     return url
 
