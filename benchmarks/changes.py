@@ -34,9 +34,8 @@ from nesa_node.topology.changes.detector import (
     PlanCostPair,
     judge_snapshot,
 )
-from nesa_node.topology.changes.shift import make_connectivity
-from nesa_node.topology.changes.triggers import TriggerName
-from nesa_node.topology.shape.filtration import make_filtration
+from nesa_node.topology.changes.triggers import TriggerName, make_connectivity
+from nesa_node.topology.shape.merge_tree import make_filtration
 from nesa_node.topology.tables import load_table
 
 DEFAULTS = Options(runs=100, snapshots=1000)

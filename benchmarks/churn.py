@@ -34,7 +34,7 @@ from benchmarks.swarms import join, open_local
 from benchmarks.workload import Worker, working
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import ConfigError, SwarmError
-from nesa_node.core.span import Span, split_evenly
+from nesa_node.core.ids import Span, split_evenly
 from tests.faults.bed import Bed, open_bed
 from tests.faults.nursery import open_nursery
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 
 Kind = Literal["kill", "drain", "add"]
 KINDS: tuple[Kind, ...] = ("kill", "drain", "add")

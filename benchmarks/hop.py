@@ -30,7 +30,7 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.swarms import Swarm, open_local, open_swarm, torch_threads
 from nesa_node.client.model.inference_session import InferenceSession
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.devices import measure_throughput
 from nesa_node.engine.model.loading import load_blocks
 

@@ -22,9 +22,8 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.routing_worlds import CLIENTS, Session, sources
 from benchmarks.saturation import max_tokens_per_s, saturate
-from nesa_node.routing.problem import Chain, ChainProblem, step_time
-from nesa_node.routing.search.bottleneck import bottleneck_s, solve_bottleneck
-from nesa_node.routing.search.exact import exact_latency
+from nesa_node.routing.chain_request import Chain, ChainProblem, step_time
+from nesa_node.routing.search.exact import bottleneck_s, exact_latency, solve_bottleneck
 from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS, GreedyInputs, GreedyRule
 from nesa_node.routing.strategies import (
     DEFAULT_STRATEGY,

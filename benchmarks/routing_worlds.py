@@ -10,9 +10,8 @@ import numpy as np
 from benchmarks.estimate import read_matrix
 from benchmarks.options import Options
 from nesa_node.core.arrays import Floats
-from nesa_node.core.span import Span
-from nesa_node.routing.chain_request import ChainRequest, build_problem
-from nesa_node.routing.problem import ChainProblem
+from nesa_node.core.ids import Span
+from nesa_node.routing.chain_request import ChainProblem, ChainRequest, build_problem
 from nesa_node.topology.geography import Region
 from nesa_node.topology.simulation.world import World, draw_access, make_world, populate
 from nesa_node.topology.tables import load_table

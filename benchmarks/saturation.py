@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nesa_node.routing.problem import Chain, ChainProblem
+from nesa_node.routing.chain_request import Chain, ChainProblem
 from nesa_node.routing.search.minplus import holder_mask
 
 _MIN_SPARE_LOAD = 1e-6

@@ -59,13 +59,13 @@ def measure(nodes: int, seed: int) -> dict[str, Any]:
     """One row, of this process."""
     import numpy as np
 
-    from nesa_node.core.span import Span
+    from nesa_node.core.ids import Span
     from nesa_node.routing.chain_request import ChainRequest, build_problem
     from nesa_node.routing.placement.placement_problem import make_placement_problem
     from nesa_node.routing.placement.plan import plan_placement
     from nesa_node.routing.placement.rebalance import rebalance
     from nesa_node.routing.search.exact import solve_latency
-    from nesa_node.topology.shape.filtration import network_filtration
+    from nesa_node.topology.shape.merge_tree import network_filtration
     from nesa_node.topology.shape.network_shape import compute_shape
     from nesa_node.topology.simulation.world import make_world
 

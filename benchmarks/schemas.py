@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from nesa_node.core.arrays import Floats, Ints
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.placement.placement_problem import PlacementProblem, make_placement_problem
 from nesa_node.routing.placement.plan import find_assignment

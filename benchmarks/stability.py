@@ -28,8 +28,7 @@ from benchmarks.recorded_trace import load_round_trips
 from benchmarks.results import print_table
 from benchmarks.traces import TraceSettings, generate_trace
 from nesa_node.topology.report import NEIGHBOURHOOD_QUANTILE, height_deviation
-from nesa_node.topology.shape.filtration import make_filtration
-from nesa_node.topology.shape.merge_tree import merge_tree, quantile_heights
+from nesa_node.topology.shape.merge_tree import make_filtration, merge_tree, quantile_heights
 
 Floats = NDArray[np.float64]
 DEFAULTS = Options(runs=20, snapshots=60)

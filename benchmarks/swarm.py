@@ -19,8 +19,8 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from nesa_node.cli.services.local_swarm import LocalNode, local_swarm
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.core.ids import split_evenly
 from nesa_node.core.settings.declaration import default_cache_dir
-from nesa_node.core.span import split_evenly
 from nesa_node.engine.weights.demo_model import demo_model_path
 from nesa_node.engine.weights.hub import open_checkpoint
 

@@ -14,7 +14,7 @@ from benchmarks.options import USERS_THREADS, Options
 from nesa_node.cli.services.local_swarm import LocalNode, local_swarm
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.core.span import Span, split_evenly
+from nesa_node.core.ids import Span, split_evenly
 from nesa_node.engine.model.devices import cache_bytes_per_token, compute_block_bytes
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.hub import open_checkpoint

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from nesa_node.cli.process_limits import limit_openmp_spinning
+from nesa_node.cli.process_setup import limit_openmp_spinning
 
 limit_openmp_spinning()  # Before torch is imported, as the command does.
 

@@ -29,7 +29,7 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.swarms import open_local
 from nesa_node.cli.services.local_swarm import LocalNode, local_swarm
-from nesa_node.core.span import split_evenly
+from nesa_node.core.ids import split_evenly
 
 DEFAULTS = Options(model="demo", nodes=(1, 3), runs=7, new_tokens=48)
 QUICK = Options(model="tiny", nodes=(1,), runs=1, new_tokens=8, prompt_tokens=8)

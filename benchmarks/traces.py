@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nesa_node.core.arrays import Floats, Ints
-from nesa_node.topology.shape.filtration import geographic_filtration
+from nesa_node.topology.shape.merge_tree import geographic_filtration
 
 TraceEventKind = Literal["partition", "regional loss", "detour", "bad pair"]
 # Signals in fibre, on routes that are no great circles: 100 km per ms of round trip, times 1.5.

@@ -18,10 +18,9 @@ import numpy as np
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.routing_worlds import Source
-from nesa_node.routing.problem import step_time
+from nesa_node.routing.chain_request import step_time
 from nesa_node.routing.search.greedy import GreedyParameters, GreedyRule
-from nesa_node.routing.tuning.scenarios import TuningScenario
-from nesa_node.routing.tuning.tuner import TuningReport, tune
+from nesa_node.routing.tuner import TuningReport, TuningScenario, tune
 
 DEFAULTS = Options(nodes=(10, 30, 100, 300, 1000), runs=40)
 QUICK = Options(nodes=(10, 30), runs=2)

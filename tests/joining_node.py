@@ -9,8 +9,7 @@ from pathlib import Path
 
 from nesa_node.cli.services.local_swarm import LOOPBACK
 from nesa_node.client.model.loop_thread import LoopThread
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.p2p.identity import Identity
 from tests.swarm.record_fields import make_status

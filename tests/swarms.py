@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nesa_node.cli.services.local_swarm import LOOPBACK, LocalNode, start_node, wait_until_serving
+from nesa_node.core.ids import Span
 from nesa_node.core.settings.models import NodeConfig
-from nesa_node.core.span import Span
 from nesa_node.server.node.daemon import serve_node
 from nesa_node.server.node.move_limiter import MoveLimiter
 from nesa_node.swarm.p2p.p2pd import remove_stale_directories

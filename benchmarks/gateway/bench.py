@@ -30,7 +30,7 @@ from benchmarks.results import print_table
 from benchmarks.swarms import daemon_flags, join, open_local
 from nesa_node.cli.services.local_swarm import LocalNode, start_node, wait_until_serving
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.core.span import split_evenly
+from nesa_node.core.ids import split_evenly
 from nesa_node.engine.weights.tokenizer import load_tokenizer
 
 DEFAULTS = Options(model="demo", nodes=(3,), sessions=(64, 200), runs=5, new_tokens=32, seconds=120)

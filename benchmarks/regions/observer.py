@@ -14,7 +14,7 @@ import numpy as np
 
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import setup_logging
-from nesa_node.swarm.dht.notices import Lease, PlacementNotice
+from nesa_node.swarm.dht.sealing import Lease, PlacementNotice
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.identity import Identity
 

@@ -22,11 +22,9 @@ from benchmarks.regions.world import (
 )
 from benchmarks.swarms import open_local
 from nesa_node.core.errors import SwarmError
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
-from nesa_node.routing.chain_request import build_problem
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.routing.chain_request import build_problem, step_time
 from nesa_node.routing.chains import Hop, hops_to_visits
-from nesa_node.routing.problem import step_time
 from nesa_node.routing.search.exact import solve_latency
 
 NEAR = 1.05

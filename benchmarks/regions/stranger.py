@@ -22,9 +22,14 @@ import msgspec
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import setup_logging
-from nesa_node.swarm.dht.notices import AnnouncedMove, Lease, PlacementNotice, notice_key
 from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX
-from nesa_node.swarm.dht.sealing import seal_statement
+from nesa_node.swarm.dht.sealing import (
+    AnnouncedMove,
+    Lease,
+    PlacementNotice,
+    notice_key,
+    seal_statement,
+)
 from nesa_node.swarm.dht.validator import dht_id
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.hivemind_imports import MSGPackSerializer, dht_pb2

@@ -32,8 +32,7 @@ from benchmarks.regions.world import (
 from benchmarks.swarms import READY_TIMEOUT_S, daemon_flags, open_local
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import SwarmError
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.topology.snapshot import NodeState, Snapshot
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from benchmarks.emulator.links import Link
 from benchmarks.emulator.wan import Wan
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.snapshot import Snapshot

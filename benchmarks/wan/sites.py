@@ -20,7 +20,7 @@ from benchmarks.swarms import READY_TIMEOUT_S, daemon_flags, open_local
 from benchmarks.wan.cells import Cell, Chain
 from nesa_node.cli.services.local_swarm import LocalNode, start_node, wait_until_serving
 from nesa_node.core.errors import SwarmError
-from nesa_node.core.span import Span, split_evenly
+from nesa_node.core.ids import Span, split_evenly
 
 CLIENT = "client"
 CACHE_TOKENS = 8192

@@ -1,4 +1,7 @@
-"""The `nesa-node` command: dispatch to commands, and errors as one line and an exit code."""
+"""The `nesa-node` command: dispatch to commands, and errors as one line and an exit code.
+
+Arguments that the parser does not accept as they are written are rewritten first.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
@@ -17,29 +20,104 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 from cyclopts.help import DefaultFormatter
 
 from nesa_node import __version__
-from nesa_node.cli.argv import rewrite_argv
-from nesa_node.cli.commands.chat import chat
 from nesa_node.cli.commands.daemons import api, bootstrap, dashboard, identity, orchestrate, run
 from nesa_node.cli.commands.demo import demo
 from nesa_node.cli.commands.doctor import doctor
 from nesa_node.cli.commands.eval import evaluate
-from nesa_node.cli.commands.explain import explain
-from nesa_node.cli.commands.generate import generate
+from nesa_node.cli.commands.generate import chat, generate
 from nesa_node.cli.commands.keys import keys
 from nesa_node.cli.commands.simulate import simulate
-from nesa_node.cli.commands.status import status
+from nesa_node.cli.commands.status import explain, status
 from nesa_node.cli.flags import FLAG_GROUPS, advanced_flags
-from nesa_node.cli.interrupts import INTERRUPTED_EXIT_CODE
-from nesa_node.cli.process_limits import as_memory_error, limit_openmp_spinning
+from nesa_node.cli.process_setup import (
+    INTERRUPTED_EXIT_CODE,
+    as_memory_error,
+    limit_openmp_spinning,
+)
 from nesa_node.cli.standard_streams import as_output_error, redirect_to_null
 from nesa_node.core import tracing
 from nesa_node.core.errors import ConfigError, NesaError
-from nesa_node.core.terminal_text import escape_lines
+from nesa_node.core.logging import escape_lines
 from nesa_node.core.wait_tracking import WaitTracker
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpPanel
     from rich.console import Console, ConsoleOptions
+
+
+DEFAULT_API_ADDRESS = "127.0.0.1:8000"
+DEFAULT_WATCH_INTERVAL_S = "2"
+_API_ADDRESS_PATTERN = re.compile(r"(\[[0-9a-fA-F:]+\]|localhost|[0-9.]+):[0-9]+")
+
+
+def rewrite_argv(argv: Sequence[str]) -> Sequence[str]:
+    """Apply all rewriting of this module."""
+    return separate_prompt(repeat_list_flags(fill_optional_values(argv)))
+
+
+def fill_optional_values(tokens: Sequence[str]) -> Sequence[str]:
+    """Insert the default address after an `--api` without one, and the interval after `--watch`."""
+    filled: list[str] = []
+    for token, following in zip(tokens, (*tokens[1:], ""), strict=False):
+        filled.append(token)
+        if token == "--api" and not _API_ADDRESS_PATTERN.fullmatch(following):
+            filled.append(DEFAULT_API_ADDRESS)
+        elif token == "--watch" and not _is_number(following):
+            filled.append(DEFAULT_WATCH_INTERVAL_S)
+    return filled
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+_LIST_FLAGS = frozenset({"--initial-peers", "--host-maddrs", "--announce-maddrs"})
+_PEER_ADDRESS_PATTERN = re.compile(
+    r"/(ip4|ip6|dns|dns4|dns6)/.*|(\[[0-9a-fA-F:.]+\]|localhost|[\w-]+(\.[\w-]+)+):\d{1,5}"
+)
+
+
+def repeat_list_flags(tokens: Iterable[str]) -> Sequence[str]:
+    """Rewrite `--initial-peers A B` as `--initial-peers A --initial-peers B`.
+
+    Only tokens that look like addresses belong to the list, so that a prompt may follow it.
+    """
+    spread: list[str] = []
+    current: str | None = None
+    count = 0
+    for token in tokens:
+        if current is not None and _PEER_ADDRESS_PATTERN.fullmatch(token):
+            if count:
+                spread.append(current)
+            count += 1
+        else:
+            current, count = (token, 0) if token in _LIST_FLAGS else (None, 0)
+        spread.append(token)
+    return spread
+
+
+_NUMBER_FLAGS = frozenset(
+    {"--temperature", "--top-p", "--seed", "--max-new-tokens", "--threads", "--step-timeout-s"}
+)
+_NUMBER_PATTERN = re.compile(r"-[0-9.]+(e[+-]?[0-9]+)?", re.IGNORECASE)
+_OPTION_PATTERN = re.compile(r"--?[A-Za-z][A-Za-z0-9-]*(=.*)?", re.DOTALL)
+
+
+def separate_prompt(tokens: Sequence[str]) -> Sequence[str]:
+    """Move prompts of `generate` that begin with a dash, such as `-5 degrees`, behind a `--`."""
+    if not tokens or tokens[0] != "generate" or "--" in tokens:
+        return tokens
+    options: list[str] = []
+    prompts: list[str] = []
+    for before, token in zip(("", *tokens), tokens, strict=False):
+        is_option = not token.startswith("-") or _OPTION_PATTERN.fullmatch(token)
+        is_value = before in _NUMBER_FLAGS and _NUMBER_PATTERN.fullmatch(token)
+        (options if is_option or is_value else prompts).append(token)
+    return [*options, "--", *prompts] if prompts else tokens
 
 
 WAIT_POLL_INTERVAL_S = 0.25

@@ -1,4 +1,4 @@
-"""Flags of a command, made from the fields of its settings model.
+"""Flags of commands: those made from the fields of settings models, and those for sampling.
 
 Values stay text here: `core/settings/models.py` validates them, so that errors of flags, variables
 and file keys read alike. A flag that is not given is missing in the dictionary.
@@ -7,7 +7,9 @@ and file keys read alike. A flag that is not given is missing in the dictionary.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -25,10 +27,13 @@ from typing import (
 
 from cyclopts import Group, Parameter
 
+from nesa_node.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from nesa_node.core.settings.models import SharedConfig
+    from nesa_node.core.settings.models import AnswerConfig, SharedConfig
+
 
 SWARM = Group("Swarm", sort_key=10)
 COMPUTE = Group("Model and device", sort_key=20)
@@ -77,7 +82,7 @@ def _make_flags(config_name: str) -> Any:
 
 
 def _make_flag(field: FieldInfo, extra: dict[str, Any]) -> Any:
-    from nesa_node.core.settings.field_types import find_format
+    from nesa_node.core.settings.declaration import find_format
 
     value_format = find_format(field)
     default = extra["default_text"] or _default_text(field.default)
@@ -138,7 +143,7 @@ def load_command_config(
     `on_ignored` is passed to `load_config`. Also sets up logging and tracing. Raises `ConfigError`,
     and `InsufficientMemoryError` if `ulimit -v` is too low.
     """
-    from nesa_node.cli.process_limits import check_address_space
+    from nesa_node.cli.process_setup import check_address_space
 
     check_address_space()
     from nesa_node.core.logging import setup_logging
@@ -155,3 +160,58 @@ def load_command_config(
             config.otel_endpoint, config.trace_service, getattr(config, "public_name", None)
         )
     return config
+
+
+MAX_SEED = 2**63
+"""Exclusive bound of a seed that torch accepts."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    temperature: Annotated[
+        float | None, Parameter(group=SAMPLING, help="Sample; higher is more varied.")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Parameter(group=SAMPLING, help="Sample from the likeliest tokens of this probability."),
+    ] = None
+    seed: Annotated[int | None, Parameter(group=SAMPLING, help="Make sampling repeatable.")] = None
+
+    def check(self) -> dict[str, Any]:
+        """Validate and return the values, keyword arguments of `GenerationParams`.
+
+        Raises `ConfigError` for values out of range.
+        """
+        if self.temperature is not None and not 0 < self.temperature <= 100:
+            raise ConfigError("--temperature must lie in (0, 100]; leave it away for greedy")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError("--top-p must lie in (0, 1]")
+        if self.seed is not None and not 0 <= self.seed < MAX_SEED:
+            raise ConfigError(f"--seed must lie in [0, {MAX_SEED})")
+        return asdict(self)
+
+
+def load_answer_config(
+    flags: Flags["AnswerConfig"] | None, model: str | None, max_new_tokens: int | None
+) -> AnswerConfig:
+    """Load the config as `load_command_config` does. Raises `ConfigError`, also for
+    --max-new-tokens below 1.
+
+    Warns if only the gateway's setting `max_new_tokens` is given, which these commands ignore.
+    """
+    from nesa_node.core.settings.models import AnswerConfig
+
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ConfigError("--max-new-tokens must be at least 1")
+    on_ignored = _warn_ignored_limit if max_new_tokens is None else None
+    return load_command_config(AnswerConfig, flags, on_ignored, model=model)
+
+
+def _warn_ignored_limit(name: str, source: str) -> None:
+    if name == "max_new_tokens":
+        print(
+            f"warning: max_new_tokens (from {source}) limits the answers of gateways only; here "
+            "give --max-new-tokens",
+            file=sys.stderr,
+        )

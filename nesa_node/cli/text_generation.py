@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from nesa_node.core.terminal_text import escape_lines
+from nesa_node.core.logging import escape_lines
 
 Message = dict[str, str]
 

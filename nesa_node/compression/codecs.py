@@ -20,11 +20,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nesa_node.compression.codec import Codec
-from nesa_node.compression.eight_bit_codecs import Blockwise8, Int8
 from nesa_node.compression.float_codecs import Cast, Lossless, RawCodec
-from nesa_node.compression.int4 import Int4
-from nesa_node.core.errors import ConfigError, ProtocolError
-from nesa_node.core.extras import is_installed
+from nesa_node.compression.integer_codecs import Blockwise8, Int4, Int8
+from nesa_node.core.errors import ConfigError, ProtocolError, is_installed
 
 MAX_CODEC_CHARS = 32
 _CODEC_PATTERN = re.compile(

@@ -1,4 +1,4 @@
-"""Error classes of the project.
+"""Error classes of the project, and errors about optional packages.
 
 ::
 
@@ -34,9 +34,14 @@
     └── UnsupportedFeatureError     a generation option that a swarm cannot offer
 
 The command line exits with `exit_code` of the error's class; `docs/exit-codes.md` lists them.
+Extras of `pyproject.toml` install optional packages.
 """
 
+from __future__ import annotations
+
+import importlib.util
 from collections.abc import Sequence
+from functools import cache
 
 
 class NesaError(Exception):
@@ -180,3 +185,26 @@ class ContextLengthError(NesaError):
 
 class UnsupportedFeatureError(NesaError):
     exit_code = 9
+
+
+NODE_MODULES = ("bitsandbytes", "gudhi", "sklearn")
+"""Modules of the extra `node`; clients and gateways do not need them."""
+
+
+@cache
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def require_node(use: str, *modules: str) -> None:
+    """Check that `modules`, by default all of the extra `node`, are installed for `use`.
+
+    Raises `ConfigError` that says what to install.
+    """
+    missing = [module for module in modules or NODE_MODULES if not is_installed(module)]
+    if missing:
+        raise ConfigError(
+            f"{use} needs {', '.join(missing)}: pip install 'nesa-node[node]', "
+            "or '.[node]' in a clone"
+        )

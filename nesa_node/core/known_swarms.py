@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import model_name_candidates
-from nesa_node.core.settings.peer_address import parse_peer_address
+from nesa_node.core.settings.addresses import parse_peer_address
 
 MAX_FILE_BYTES = 65_536
 MAX_ADDRESSES = 64

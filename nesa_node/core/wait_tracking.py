@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 
 MIN_REPORTED_WAIT_S = 2.0
 """Shortest wait that is shown, in seconds."""

@@ -24,7 +24,7 @@ from nesa_node.dashboard.state import MAX_CHARTED_MODELS, DashboardState, summar
 from nesa_node.dashboard.views import ModelSummary
 from nesa_node.server.orchestrator.history import History
 from nesa_node.server.orchestrator.planner import ChangeMonitor
-from nesa_node.swarm.dht.notices import PlacementNotice
+from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.link_measurements import ping
 from nesa_node.topology.changes.triggers import Sensitivity

@@ -16,8 +16,7 @@ from typing import Any
 from nesa_node import __version__
 from nesa_node.client.model.activity import Activity, SessionActivity, SessionFailover
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.dashboard.feed import VersionedSections
 from nesa_node.dashboard.node_tracker import (
     LOST_RETENTION_S,
@@ -38,8 +37,8 @@ from nesa_node.dashboard.views import (
 )
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.chains import chain_cost_s, plan_chain
-from nesa_node.swarm.dht.notices import PlacementNotice
 from nesa_node.swarm.dht.records import NodeRecord
+from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.topology.links.matrix import Links, assemble_links
 from nesa_node.topology.snapshot import Snapshot
 

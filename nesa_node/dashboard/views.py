@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nesa_node.client.model.activity import SessionActivity
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.wait_tracking import WaitStatus
 from nesa_node.dashboard.node_tracker import DashboardEvent, TrackedNode
 from nesa_node.swarm.dht.records import majority_num_blocks

@@ -9,10 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
-from nesa_node.routing.chain_request import ChainRequest, build_problem, transfer_seconds
-from nesa_node.routing.problem import Chain, ChainProblem, Visit, step_time
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.routing.chain_request import (
+    Chain,
+    ChainProblem,
+    ChainRequest,
+    Visit,
+    build_problem,
+    step_time,
+    transfer_seconds,
+)
 from nesa_node.routing.search.exact import exact_latency
 from nesa_node.routing.search.minplus import missing_blocks_error
 from nesa_node.topology.snapshot import Snapshot

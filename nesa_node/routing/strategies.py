@@ -11,7 +11,7 @@ import numpy as np
 from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.errors import ConfigError, MissingBlocksError
 from nesa_node.core.ids import PeerId
-from nesa_node.routing.problem import (
+from nesa_node.routing.chain_request import (
     Chain,
     ChainProblem,
     Visit,
@@ -19,8 +19,12 @@ from nesa_node.routing.problem import (
     chain_expected_loss_s,
     step_time,
 )
-from nesa_node.routing.search.bottleneck import bottleneck_s, solve_bottleneck
-from nesa_node.routing.search.exact import exact_latency, unlinked_error
+from nesa_node.routing.search.exact import (
+    bottleneck_s,
+    exact_latency,
+    solve_bottleneck,
+    unlinked_error,
+)
 from nesa_node.routing.search.greedy import (
     SHIPPED_PARAMETERS,
     GreedyInputs,

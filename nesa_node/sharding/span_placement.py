@@ -21,8 +21,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.topology.snapshot import NodeState, Snapshot, count_holders, zero_runs
 
 # A node that has not measured itself still counts as a replica.

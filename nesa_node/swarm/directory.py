@@ -12,11 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.models import MAX_RECORD_TTL_S
-from nesa_node.core.span import Span
-from nesa_node.swarm.dht.notices import FailureReport
 from nesa_node.swarm.dht.records import (
     ALL_NODES_KEY,
     MAX_ADDRESSES,
@@ -27,7 +25,7 @@ from nesa_node.swarm.dht.records import (
     model_key,
 )
 from nesa_node.swarm.dht.rejoin import DhtRejoiner
-from nesa_node.swarm.dht.sealing import seal_statement
+from nesa_node.swarm.dht.sealing import FailureReport, seal_statement
 from nesa_node.swarm.dht.validator import STATEMENTS_PER_LOOP_TURN, RecordValidator
 from nesa_node.swarm.notice_store import NoticeStore
 from nesa_node.swarm.p2p.identity import Identity

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from nesa_node.compression.codecs import codec_names
-from nesa_node.core import metric_names as names
+from nesa_node.core import metrics as names
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError, SwarmError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
@@ -35,7 +35,7 @@ from nesa_node.swarm.directory import DEFAULT_TTL_S, Directory
 from nesa_node.swarm.notice_store import NoticeStore
 from nesa_node.swarm.p2p.dial_addresses import resolve_peer_ids
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, PeerID
-from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.identity import Identity, Membership
 from nesa_node.swarm.p2p.link_measurements import (
     PING_PROTOCOL,
     LinkSpeeds,
@@ -43,7 +43,6 @@ from nesa_node.swarm.p2p.link_measurements import (
     answer_pings,
     choose_ping_target,
 )
-from nesa_node.swarm.p2p.membership import Membership
 from nesa_node.swarm.p2p.tasks import TaskSet, gather_until_first_answer
 from nesa_node.swarm.p2p.transport import Transport, open_transport
 from nesa_node.swarm.protocol.stream import MessageBudget
@@ -85,7 +84,7 @@ async def open_swarm(
 
     An initial peer without a peer id (`host:port`) is asked for it (`dial_addresses.py`). With
     `listen=False` the node is a client, which accepts no connections. `swarm_key` restricts the
-    swarm to nodes that know it (`membership.py`). The caller withdraws its record before it stops
+    swarm to nodes that know it (`identity.py`). The caller withdraws its record before it stops
     serving; it is not withdrawn here.
 
     Raises what `open_transport` raises, and `BootstrapError` if initial peers answer but none is a

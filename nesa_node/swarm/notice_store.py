@@ -15,11 +15,9 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.succession import LeaseCandidate, LeaseClaim, LeaseTerms
 from nesa_node.swarm.dht.member import DhtStore
-from nesa_node.swarm.dht.notices import Lease, Notice, notice_key
-from nesa_node.swarm.dht.sealing import seal_statement
+from nesa_node.swarm.dht.sealing import Lease, Notice, notice_key, seal_statement
 from nesa_node.swarm.dht.validator import RecordValidator
-from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.p2p.identity import Identity, Membership
 
 log = get_logger(__name__)
 

@@ -23,13 +23,13 @@ from nesa_node.routing.reputation import (
     reliability,
     reporter_standing,
 )
-from nesa_node.swarm.dht.notices import (
+from nesa_node.swarm.dht.records import NodeRecord
+from nesa_node.swarm.dht.sealing import (
     MAX_REPORTED_PEERS,
     FailureKind,
     FailureReport,
     ReportedFailure,
 )
-from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.swarm.notice_store import NoticeStore
 
 _MAX_HISTORIES = 4096

@@ -27,14 +27,15 @@ import numpy as np
 from nesa_node.core.arrays import Floats
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.changes.triggers import HistoryEntry
-from nesa_node.topology.shape.diagrams import PersistenceDiagram
-from nesa_node.topology.shape.filtration import (
+from nesa_node.topology.shape.merge_tree import (
     Filtration,
+    PersistenceDiagram,
     geographic_filtration,
+    merge_tree,
     network_filtration,
+    quantile_heights,
     round_trip_filtration,
 )
-from nesa_node.topology.shape.merge_tree import merge_tree, quantile_heights
 from nesa_node.topology.shape.network_shape import NetworkShape, compute_shape
 from nesa_node.topology.snapshot import NodeState, Snapshot
 

@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 
 from nesa_node.core.arrays import Floats
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.topology.links.matrix import Links
 
 _DOMAIN = b"nesa-node snapshot 1\n"

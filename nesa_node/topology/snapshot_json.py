@@ -19,8 +19,7 @@ from msgspec import Meta
 
 from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.snapshot import LINK_ARRAYS, NodeState, Snapshot, canonical_bytes
 

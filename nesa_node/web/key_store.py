@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.logging import get_logger
-from nesa_node.core.settings.field_types import PublicName
+from nesa_node.core.settings.declaration import PublicName
 from nesa_node.core.wait_tracking import track_wait
 
 _MAX_FILE_BYTES = 16 * 2**20

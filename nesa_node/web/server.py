@@ -36,13 +36,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nesa_node.core.errors import AddressInUseError
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import Histogram, Metric, MetricRegistry, MetricSample
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.core.settings.models import AccessConfig
 from nesa_node.web.access import AccessMiddleware
-from nesa_node.web.authenticator import Authenticator
+from nesa_node.web.authenticator import Authenticator, OriginPolicy
 from nesa_node.web.body_reader import BodyReader
 from nesa_node.web.connections import ConnectionTable, HttpConnection
-from nesa_node.web.origin_policy import OriginPolicy
 from nesa_node.web.problem import send_with_headers
 from nesa_node.web.rate_limits import RateLimiter
 

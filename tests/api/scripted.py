@@ -14,6 +14,7 @@ import torch
 from starlette.routing import BaseRoute
 
 from nesa_node.api.app import make_app
+from nesa_node.api.gateway import RequestTelemetry
 from nesa_node.api.generation.job import (
     CandidateToken,
     Delta,
@@ -28,13 +29,11 @@ from nesa_node.api.models.discovery import AnnouncedModel
 from nesa_node.api.models.metrics import GatewayMetrics
 from nesa_node.api.models.registry import ModelRegistry
 from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
-from nesa_node.api.request_telemetry import RequestTelemetry
 from nesa_node.api.responses.in_flight import GracefulShutdown
 from nesa_node.core.errors import ModelNotFoundError
-from nesa_node.core.ids import ModelId
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.ids import ModelId, Span
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.core.settings.models import GatewayConfig
-from nesa_node.core.span import Span
 from nesa_node.web.server import serve_authenticated
 
 MODEL_ID = ModelId("scripted@0123456789abcdef")

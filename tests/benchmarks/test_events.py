@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.events import KINDS, choose_event, longest_wait
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 
 FIRST, LAST = Span(0, 2), Span(2, 4)
 

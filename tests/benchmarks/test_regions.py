@@ -13,7 +13,7 @@ from benchmarks.options import Options
 from benchmarks.regions.bench import show
 from benchmarks.regions.traffic import record_growth, summarize
 from benchmarks.regions.world import LOST, REGIONS, make_world, region
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 
 REASON = why_unavailable()
 

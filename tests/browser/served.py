@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from nesa_node.client.model.activity import Activity
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.dashboard.app import Dashboard, make_app
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.web.server import serve_app

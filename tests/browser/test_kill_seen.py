@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from nesa_node.core.ids import Span
 from nesa_node.core.settings.declaration import default_cache_dir
-from nesa_node.core.span import Span
 from nesa_node.engine.weights.demo_model import demo_model_path
 from tests.api.live import live_gateway
 from tests.browser.browsing import browsing, chromium, shoot

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from nesa_node.cli.services.local_swarm import start_node, wait_until_serving
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from tests.api.live import live_gateway
 from tests.browser.axe import violations
 from tests.browser.browsing import PHONE, browsing, chromium, shoot

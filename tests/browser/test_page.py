@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import expect
 
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chains import Hop
 from tests.browser.browsing import PHONE, WIDE, browsing
 from tests.browser.served import served

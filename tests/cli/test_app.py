@@ -14,10 +14,9 @@ import pytest
 from cyclopts import App
 
 from nesa_node.cli import app as app_module
-from nesa_node.cli.app import run_command
-from nesa_node.cli.argv import repeat_list_flags, separate_prompt
+from nesa_node.cli.app import repeat_list_flags, run_command, separate_prompt
 from nesa_node.cli.flags import Flags
-from nesa_node.cli.process_limits import as_memory_error
+from nesa_node.cli.process_setup import as_memory_error
 from nesa_node.core.errors import MissingBlocksError, NesaError, UnsupportedFeatureError
 from nesa_node.core.settings.models import ALL_CONFIGS, SharedConfig
 
@@ -299,7 +298,7 @@ def test_a_limit_of_address_space_is_told_before_it_is_met(command: list[str]) -
 @pytest.mark.parametrize("delay_s", [0.15, 0.4, 0.8, 1.5])
 def test_an_early_ctrl_c_is_no_traceback(delay_s: float) -> None:
     """From when our own first line runs; before, Python itself starts."""
-    code = "import nesa_node.cli.interrupts; print('on', flush=True);"
+    code = "import nesa_node.cli.process_setup; print('on', flush=True);"
     code += "from nesa_node.__main__ import main; main()"
     command = subprocess.Popen(
         [sys.executable, "-c", code, "generate", "./none", "hello", "--initial-peers", PEER],

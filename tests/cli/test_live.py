@@ -18,7 +18,7 @@ import pytest
 from nesa_node.cli.app import run_command
 from nesa_node.cli.services.local_swarm import LocalNode, local_swarm
 from nesa_node.core.errors import SwarmError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from tests.cli.tiny import BLOCKS, write_tiny_model
 from tests.evaluation.models import random_text
 

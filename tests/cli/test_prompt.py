@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nesa_node.cli.app import run_command
-from nesa_node.cli.commands.chat import _Conversation
-from nesa_node.cli.prompt import check_utf8, read_prompt
+from nesa_node.cli.commands.generate import _Conversation
+from nesa_node.cli.standard_streams import check_utf8, read_prompt
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.wait_tracking import WaitTracker
 from tests.cli.test_app import PEER
@@ -69,7 +69,7 @@ def test_a_pipe_that_gives_no_prompt_is_told_as_a_wait(
 
 
 def test_a_prompt_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nesa_node.cli.prompt.MAX_PROMPT_CHARS", 10)
+    monkeypatch.setattr("nesa_node.cli.standard_streams.MAX_PROMPT_CHARS", 10)
     piped(monkeypatch, b"x" * 10)
     assert read_prompt() == "x" * 10
     piped(monkeypatch, b"x" * 20_000)

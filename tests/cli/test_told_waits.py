@@ -15,7 +15,7 @@ import pytest
 from nesa_node.cli.app import run_command
 from nesa_node.cli.commands import demo
 from nesa_node.cli.services.local_swarm import StartingNode, stop_processes, wait_until_serving
-from nesa_node.cli.views import swarm_watch as watching
+from nesa_node.cli.views import swarm as watching
 from nesa_node.client.model import auto as client_model
 from nesa_node.client.model import auto as opening
 from nesa_node.core.errors import ConfigError
@@ -40,12 +40,12 @@ class Heard:
 @pytest.mark.parametrize(
     ("argv", "work"),
     [
-        (["--world", "nodes=5"], "nesa_node.cli.simulation.swarm_source.make_world_swarm"),
+        (["--world", "nodes=5"], "nesa_node.cli.simulation_input.make_world_swarm"),
         (
             ["--world", "nodes=5"],
-            "nesa_node.cli.simulation.swarm_source.SimulatedSwarm.apply_changes",
+            "nesa_node.cli.simulation_input.SimulatedSwarm.apply_changes",
         ),
-        (["--replay", "x"], "nesa_node.cli.simulation.replay.replay_snapshots"),
+        (["--replay", "x"], "nesa_node.cli.simulation_input.replay_snapshots"),
     ],
     ids=["a world", "its planners", "a replay"],
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nesa_node.cli.answer_flags import SamplingFlags
+from nesa_node.cli.client_model import SwarmReading
 from nesa_node.cli.commands.demo import split_demo_blocks
 from nesa_node.cli.commands.doctor_checks import (
     Finding,
@@ -23,9 +23,8 @@ from nesa_node.cli.commands.doctor_checks import (
     check_versions,
     worst_level,
 )
-from nesa_node.cli.services.demo_gateway import NodeWatcher
-from nesa_node.cli.services.local_swarm import LocalNode
-from nesa_node.cli.swarm_reader import SwarmReading
+from nesa_node.cli.flags import SamplingFlags
+from nesa_node.cli.services.local_swarm import LocalNode, NodeWatcher
 from nesa_node.cli.views.decisions import print_decisions
 from nesa_node.cli.views.swarm import (
     describe_absence,
@@ -37,11 +36,10 @@ from nesa_node.cli.views.swarm import (
 )
 from nesa_node.core.decision_log import LoggedDecision
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import PeerId, Span, split_evenly
 from nesa_node.core.known_swarms import KnownSwarmStore
 from nesa_node.core.settings.declaration import default_known_swarms_dir
 from nesa_node.core.settings.models import ClientConfig
-from nesa_node.core.span import Span, split_evenly
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.topology.links.matrix import MeasuredLink, pack_links, peer_digest
 

@@ -11,9 +11,9 @@ import torch
 
 from nesa_node.client.model.auto import build_model
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model.local import LocalConnection
+from nesa_node.client.model.layers import LocalConnection
 from nesa_node.client.session.base import SwarmConnection
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.hub import open_checkpoint
 from tests.engine.tiny_models import VOCABULARY

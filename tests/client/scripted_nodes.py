@@ -14,8 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from nesa_node.client.recovery.failure_detector import FailureDetector
-from nesa_node.client.recovery.replacement_search import ReplacementSearch
+from nesa_node.client.recovery.failure_detector import FailureDetector, ReplacementSearch
 from nesa_node.client.recovery.suspicion import SuspicionEvent
 from nesa_node.client.routing.node_selection import NodeSelector
 from nesa_node.client.routing.planner import ChainPlanner, Hops
@@ -24,10 +23,9 @@ from nesa_node.client.session.hop import HopLink
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.compression import tensors
 from nesa_node.core.errors import BusyError, PeerUnreachableError, StreamClosedError
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chains import Hop
-from nesa_node.swarm.dht.notices import FailureKind
+from nesa_node.swarm.dht.sealing import FailureKind
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.link_measurements import LinkSpeed
 from nesa_node.swarm.protocol.messages import (

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.generation import SessionCache
-from nesa_node.client.model.layers import selected_indices
-from nesa_node.client.model.local import LocalConnection
+from nesa_node.client.model.layers import LocalConnection, selected_indices
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 from tests.client.local_models import left_padded, local_model, random_ids
 from tests.engine.tiny_models import BLOCKS, POSITIONS, reference

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.generation import SessionCache
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from tests.client.local_models import left_padded, local_model, random_ids
 from tests.engine.tiny_models import BLOCKS, POSITIONS, reference
 from tests.same_tokens import assert_same_tokens

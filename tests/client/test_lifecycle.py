@@ -26,7 +26,7 @@ from nesa_node.client.session.base import (
     Want,
 )
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.routing.chains import Hop
 from tests.client.local_models import local_model, random_ids

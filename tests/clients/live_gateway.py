@@ -21,7 +21,7 @@ from nesa_node.cli.services.local_swarm import (
     stop_processes,
     wait_until_serving,
 )
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 
 MODEL = "SmolLM2-135M-Instruct"
 SPANS = (Span(0, 10), Span(10, 20), Span(20, 30))

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from nesa_node.compression.codec import DTYPES, MIN_BLOCK_ABSMAX
 from nesa_node.compression.codecs import expand_codec, parse_codec
-from nesa_node.compression.eight_bit_codecs import Blockwise8, Int8
 from nesa_node.compression.float_codecs import Cast
-from nesa_node.compression.int4 import Int4, hadamard_transform
+from nesa_node.compression.integer_codecs import Blockwise8, Int4, Int8, hadamard_transform
 from nesa_node.compression.quantization import (
     CODES_PER_OCTAVE,
     FACTOR_BITS,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nesa_node.compression.codec import DTYPES, FLOAT16_MAX
 from nesa_node.compression.codecs import FAMILIES, expand_codec, parse_codec
-from nesa_node.compression.int4 import (
+from nesa_node.compression.integer_codecs import (
     five_bits_nbytes,
     hadamard_transform,
     pack_five_bits,

@@ -26,7 +26,7 @@ from nesa_node.compression.tensors import decode, encode
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.settings.declaration import default_cache_dir
 from nesa_node.engine.weights.demo_model import demo_model_path
-from nesa_node.evaluation.texts import BIBLE, read_text
+from nesa_node.evaluation.tasks import BIBLE, read_text
 from tests.compression.error_bounds import error_bound
 
 WINDOW = 1024

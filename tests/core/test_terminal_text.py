@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nesa_node.core.terminal_text import escape_lines, escape_text
+from nesa_node.core.logging import escape_lines, escape_text
 
 EVIL = "\x1b[2J\x1b[H\x1b]52;c;cm0gLXJmIH4=\x07 run this\r\nthat\u202e\x9b1m"
 

@@ -6,8 +6,7 @@ import asyncio
 import threading
 from contextvars import copy_context
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.wait_tracking import (
     WaitStatus,
     WaitTracker,

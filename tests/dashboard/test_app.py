@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.dashboard.app import STATIC_FOLDER, Dashboard, make_app
 from nesa_node.web.server import serve_app
 from tests.dashboard.records import MODEL, record

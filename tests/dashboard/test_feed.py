@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.core.settings.models import AccessConfig
 from nesa_node.dashboard import feed as module
 from nesa_node.dashboard.app import Dashboard, make_app

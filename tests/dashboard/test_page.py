@@ -15,7 +15,7 @@ import pytest
 
 from nesa_node.core.errors import AddressInUseError, ConfigError
 from nesa_node.core.ids import ModelId
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.core.settings.models import NodeConfig, OrchestratorConfig
 from nesa_node.dashboard.app import Dashboard, make_app
 from nesa_node.dashboard.observer import ModelTopologies

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from nesa_node.client.model.activity import SessionActivity, SessionFailover
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.wait_tracking import WaitStatus
 from nesa_node.dashboard.state import (
     CHART_INTERVAL_S,
@@ -24,8 +23,8 @@ from nesa_node.dashboard.state import (
 )
 from nesa_node.dashboard.views import MAX_SHOWN_LOST_NODES, MAX_SHOWN_NODES
 from nesa_node.routing.chains import Hop
-from nesa_node.swarm.dht.notices import PlacementNotice
 from nesa_node.swarm.dht.records import NodeRecord
+from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.topology.links.matrix import MeasuredLink, pack_links, peer_digest
 from tests.dashboard.records import BLOCKS, MODEL, TTL_S, record
 

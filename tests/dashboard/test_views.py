@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.dashboard.node_tracker import NodeTracker
 from nesa_node.dashboard.views import (
     MAX_MODELS,

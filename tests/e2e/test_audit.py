@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 
-from nesa_node.client.routing.audit import measure_speed
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.session import telemetry as watch
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.client.session.connection import measure_speed
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.engine.cache.paged_attention import RowChunk
 from nesa_node.engine.model.blocks import ModelBlocks, TokenSlice
 from nesa_node.engine.model.devices import SpanThroughput, measure_throughput
 from nesa_node.routing.reputation import SpeedClaims
 from nesa_node.server.node import served_span
 from nesa_node.server.node import served_span as speed
-from nesa_node.swarm.dht.notices import FailureKind, ReportedFailure
+from nesa_node.swarm.dht.sealing import FailureKind, ReportedFailure
 from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.reputation import FailureReporter

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from tests.cli.tiny import BLOCKS, write_tiny_model
 from tests.e2e.collector import Collector, Received, collecting
 from tests.e2e.gateway import gateway_process

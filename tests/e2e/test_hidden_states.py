@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from tests.client.local_models import left_padded
 from tests.e2e.joining import both_routes, joined
 from tests.engine.tiny_models import BLOCKS

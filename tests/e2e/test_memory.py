@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.client.session.connection import open_connection
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.devices import cache_bytes_per_token, compute_block_bytes
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.hub import open_checkpoint

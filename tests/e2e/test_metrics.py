@@ -16,9 +16,9 @@ import pytest
 
 from nesa_node.cli.services.local_swarm import LOOPBACK, stop_processes
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import Span
 from nesa_node.core.settings.models import GatewayConfig, PeerConfig
 from nesa_node.core.settings.sources import load_config
-from nesa_node.core.span import Span
 from tests.cli.tiny import BLOCKS, write_tiny_model
 from tests.e2e.gateway import gateway_process
 from tests.server.node.test_metrics import exported, parsed, told_by

@@ -78,7 +78,7 @@ def test_the_dashboard_is_laid_out_without_overlaps_and_names_its_data_source() 
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    from nesa_node.core import metric_names as names
+    from nesa_node.core import metrics as names
 
     known = {metric.name for metric in names.ALL_METRICS}
     for _, query in queries():

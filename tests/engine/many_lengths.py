@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.hub import open_checkpoint
 from tests.engine.chained import forward, new_row

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.devices import compute_block_bytes
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.hub import open_checkpoint

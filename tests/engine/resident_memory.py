@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.hub import open_checkpoint

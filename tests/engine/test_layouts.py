@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nesa_node.core.errors import CorruptCheckpointError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.loading import Head, load_blocks, load_embedder_and_head
 from tests.engine.chained import Chain, Run, distance, open_local
 from tests.engine.layouts import Tensors, rewritten, set_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.cache.pages import PAGE_TOKENS, PagePool, PageTable, pages_for
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks

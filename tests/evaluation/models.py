@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.engine.weights.tokenizer import load_tokenizer
-from nesa_node.evaluation.cells import Cell, LocalModels
+from nesa_node.evaluation.results import Cell, LocalModels
 from tests.cli.tiny import VOCABULARY, WORDS
 
 __all__ = ["load_tokenizer", "local_model", "random_text", "reference"]

@@ -12,14 +12,17 @@ import torch
 from nesa_node.compression.tensors import decode, encode
 from nesa_node.core.errors import ConfigError
 from nesa_node.engine.weights.demo_model import demo_model_path
-from nesa_node.evaluation.cells import (
+from nesa_node.evaluation.results import (
     WEIGHTS_AS_SERVED,
     Cell,
+    CellResult,
+    EvaluationSample,
     check_weights,
     check_wire,
+    compare_rows,
     make_cells,
+    measure_cells,
 )
-from nesa_node.evaluation.results import CellResult, EvaluationSample, compare_rows, measure_cells
 from nesa_node.evaluation.scoring import Perplexity, measure_perplexity
 from nesa_node.evaluation.tasks import Accuracy, ChoiceResult
 from tests.evaluation.models import load_tokenizer, local_model, random_text, reference
@@ -108,7 +111,7 @@ def test_weights_in_fewer_bits_are_another_model(
 
 def test_rows_come_one_by_one_and_only_with_what_is_asked_for(words_model: Path) -> None:
     from nesa_node.engine.weights.hub import open_checkpoint
-    from nesa_node.evaluation.cells import LocalModels
+    from nesa_node.evaluation.results import LocalModels
 
     tokenizer = load_tokenizer(words_model)
     checkpoint = open_checkpoint(str(words_model), cache_dir=words_model)
@@ -134,7 +137,7 @@ def test_rows_come_one_by_one_and_only_with_what_is_asked_for(words_model: Path)
 def test_the_demo_model_reads_english_and_loses_little_by_8_bits(tmp_path: Path) -> None:
     from nesa_node.core.settings.declaration import default_cache_dir
     from nesa_node.engine.weights.hub import open_checkpoint
-    from nesa_node.evaluation.cells import LocalModels
+    from nesa_node.evaluation.results import LocalModels
 
     folder = demo_model_path(default_cache_dir())
     tokenizer = load_tokenizer(folder)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.evaluation import texts
-from nesa_node.evaluation.texts import BIBLE, HANDBOOK, default_text, extract_paragraphs, read_text
+from nesa_node.evaluation import tasks as texts
+from nesa_node.evaluation.tasks import BIBLE, HANDBOOK, default_text, extract_paragraphs, read_text
 
 PAGE = """<!DOCTYPE html><html><head><title>A title that is long enough to be kept</title>
 <style>p { color: red }</style><link rel="next" href="x.html"/></head><body>

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from nesa_node.cli.services.local_swarm import LOOPBACK
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.p2pd import remove_stale_directories
 from tests.faults.nursery import POLL_S, Forked, Nursery

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nesa_node.cli.services.local_swarm import LOOPBACK, stop_processes
+from nesa_node.core.ids import Span
 from nesa_node.core.settings.models import NodeConfig
-from nesa_node.core.span import Span
 from nesa_node.server.node.move_limiter import MoveLimiter, MoveOutcome
 from tests.faults.bed import READY_S, Bed
 from tests.faults.nursery import POLL_S

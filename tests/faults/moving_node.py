@@ -12,8 +12,8 @@ import sys
 
 import psutil
 
+from nesa_node.core.ids import Span
 from nesa_node.core.settings.models import NodeConfig
-from nesa_node.core.span import Span
 from nesa_node.server.node.daemon import serve_node
 from nesa_node.server.node.move_limiter import MoveLimiter
 from nesa_node.server.node.shutdown import stop_signals

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from benchmarks.emulator import namespaces
 from benchmarks.emulator.links import Link
 from benchmarks.emulator.wan import Wan, open_wan
-from nesa_node.core.span import Span, split_evenly
+from nesa_node.core.ids import Span, split_evenly
 from nesa_node.swarm.p2p.p2pd import remove_stale_directories
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS, NEW_TOKENS

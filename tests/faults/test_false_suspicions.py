@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.core import metric_names as names
+from nesa_node.core import metrics as names
 from nesa_node.core.metrics import Metric
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS, POSITIONS

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.client.session.hop import HopLink
 from nesa_node.client.session.session import RemoteSession
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from tests.client.local_models import random_ids
 from tests.engine.chained import distance
 from tests.engine.tiny_models import BLOCKS

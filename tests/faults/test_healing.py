@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from tests.client.local_models import random_ids
 from tests.faults.bed import Bed
 from tests.faults.movers import mover_config, open_moving_process

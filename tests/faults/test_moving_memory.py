@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from tests.client.local_models import random_ids
 from tests.faults.bed import Bed, open_bed
 from tests.faults.movers import mover_config, open_moving_process

@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from nesa_node.cli.app import run_command
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from tests.client.local_models import random_ids
 from tests.faults.bed import Bed, Node
 from tests.faults.runs import Blow, join_bed, run_with_blow

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from tests.faults.bed import Node
 from tests.faults.nursery import POLL_S
 

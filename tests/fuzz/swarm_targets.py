@@ -21,16 +21,20 @@ from nesa_node.swarm.dht.message_codec import (
     parse_message,
     unpack_records,
 )
-from nesa_node.swarm.dht.notices import NOTICE_KINDS
 from nesa_node.swarm.dht.records import ALL_NODES_KEY, NodeRecord, model_key
 from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget, DhtRpc, node_id_of
-from nesa_node.swarm.dht.sealing import open_statement, read_kind, seal_statement
+from nesa_node.swarm.dht.sealing import NOTICE_KINDS, open_statement, read_kind, seal_statement
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.p2p.control import UnaryCalls, pack_multiaddr, read_protobuf
 from nesa_node.swarm.p2p.dial_addresses import choose_dial_addresses
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, PeerID, dht_pb2, p2pd_pb2
-from nesa_node.swarm.p2p.identity import Identity, base58_decode, base58_encode, public_key_bytes
-from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.p2p.identity import (
+    Identity,
+    Membership,
+    base58_decode,
+    base58_encode,
+    public_key_bytes,
+)
 from nesa_node.swarm.p2p.pipe import SCRATCH_BYTES, Pipe
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.p2p.transport import split_peer_address

@@ -18,14 +18,13 @@ from nesa_node.api.app import make_app
 from nesa_node.api.generation.grammar import GrammarCompiler, json_schema_grammar
 from nesa_node.api.models.registry import ModelRegistry
 from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.core.settings.models import AccessConfig, GatewayConfig
 from nesa_node.web.access import AccessMiddleware
-from nesa_node.web.authenticator import Authenticator
+from nesa_node.web.authenticator import Authenticator, OriginPolicy
 from nesa_node.web.body_reader import BodyReader
 from nesa_node.web.connections import ConnectionTable, HttpConnection
 from nesa_node.web.key_store import KeyStore
-from nesa_node.web.origin_policy import OriginPolicy
 from nesa_node.web.rate_limits import RateLimiter
 from nesa_node.web.server import RequestIdMiddleware
 from tests.api.tokenizers import byte_level_tokenizer

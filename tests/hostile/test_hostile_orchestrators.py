@@ -18,7 +18,9 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.routing.reputation import blame_factor
 from nesa_node.server.orchestrator.placement_filter import PlacementFilter
 from nesa_node.server.orchestrator.planner import score_swarm
-from nesa_node.swarm.dht.notices import (
+from nesa_node.swarm.dht.records import model_key
+from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget
+from nesa_node.swarm.dht.sealing import (
     NOTICE_KINDS,
     FailureReport,
     Lease,
@@ -26,10 +28,8 @@ from nesa_node.swarm.dht.notices import (
     PlacementNotice,
     ReportedFailure,
     notice_key,
+    seal_statement,
 )
-from nesa_node.swarm.dht.records import model_key
-from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget
-from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import dht_id
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, DHTProtocol, MSGPackSerializer, dht_pb2

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from nesa_node.cli.services.local_swarm import LocalNode
-from nesa_node.core.ids import ModelId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, Span
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.identity import Identity
 from tests.engine.tiny_models import BLOCKS, save_tiny_model

@@ -7,8 +7,7 @@ import tomllib
 import pytest
 from cyclopts import CycloptsError
 
-from nesa_node.cli.app import app
-from nesa_node.cli.argv import repeat_list_flags
+from nesa_node.cli.app import app, repeat_list_flags
 from nesa_node.core.settings.models import ALL_CONFIGS
 from tests.packaging.command_lines import (
     Line,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from nesa_node.core.ids import PeerId
-from nesa_node.routing.problem import Chain, ChainProblem, Visit
+from nesa_node.routing.chain_request import Chain, ChainProblem, Visit
 
 
 def random_problem(

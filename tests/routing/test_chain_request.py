@@ -4,17 +4,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chain_request import (
     DEFAULT_BLOCK_S,
     DEFAULT_BYTES_PER_S,
     DEFAULT_RTT_MS,
     VISIT_OVERHEAD_S,
     ChainRequest,
+    Visit,
     build_problem,
+    step_time,
 )
-from nesa_node.routing.problem import Visit, step_time
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import NodeState, Snapshot

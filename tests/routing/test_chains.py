@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.chains import Hop, chain_cost_s, fill_gaps, plan_chain
 from nesa_node.routing.strategies import make_strategy

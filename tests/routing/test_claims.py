@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.reputation import (
     MAX_CLAIM_RATIO,
     MEASUREMENT_TTL_S,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nesa_node.routing.problem import Chain, ChainProblem, step_time
+from nesa_node.routing.chain_request import Chain, ChainProblem, step_time
 from nesa_node.routing.search.exact import exact_latency
 from nesa_node.routing.strategies import make_session_strategy, make_strategy
 from tests.routing.problems import covered_problem, least_by_trying_everything, small_problem

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from nesa_node.core.errors import ConfigError, MissingBlocksError
-from nesa_node.routing.problem import ChainProblem, Visit, add_failure_costs, check_chain, step_time
+from nesa_node.routing.chain_request import (
+    ChainProblem,
+    Visit,
+    add_failure_costs,
+    check_chain,
+    step_time,
+)
 from nesa_node.routing.search.exact import exact_latency
 from nesa_node.routing.search.greedy import (
     GreedyInputs,

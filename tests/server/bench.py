@@ -21,7 +21,7 @@ from nesa_node.core.errors import StreamClosedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.engine.cache.pages import PAGE_TOKENS, PagePool
 from nesa_node.engine.model.blocks import ModelBlocks
-from nesa_node.server.scheduler.executor import open_executor
+from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import Scheduler, open_scheduler
 from nesa_node.server.session import session_server
 from nesa_node.server.session.admission import Admission, AdmissionLimits

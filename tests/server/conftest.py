@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.loading import load_blocks
 from tests.engine.chained import open_local

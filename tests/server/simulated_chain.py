@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.server.scheduler.policy import BatchPolicy
 from nesa_node.server.scheduler.session_queue import MAX_DECODE_ROW_TOKENS, ScheduledSession
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.server.orchestrator.placement_filter import PlacementFilter
 from nesa_node.server.orchestrator.planner import SwarmScore
-from nesa_node.swarm.dht.notices import AnnouncedMove, PlacementNotice
+from nesa_node.swarm.dht.sealing import AnnouncedMove, PlacementNotice
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.notice_fields import PEERS
 

@@ -15,7 +15,7 @@ import torch
 
 from nesa_node.compression.codecs import codec_names
 from nesa_node.compression.tensors import HiddenStates
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, TokenSlice
 from nesa_node.server.session import session_server
 from nesa_node.swarm.p2p.link_measurements import LinkSpeed

@@ -11,7 +11,7 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
-from nesa_node.server.scheduler.executor import open_executor
+from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.session.transfer import MAX_TRUNCATIONS, TransferSender
 from nesa_node.swarm.protocol.messages import Message, Pages, RowSlice, Step, Sync, Synced, Want
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer, SentStep

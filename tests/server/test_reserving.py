@@ -13,17 +13,17 @@ import torch
 
 from nesa_node.compression import tensors
 from nesa_node.compression.tensors import HiddenStates
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.cache.pages import PAGE_TOKENS, PagePool, PageTable
 from nesa_node.engine.weights.families import CacheHeads
 from nesa_node.server.scheduler.batch import (
     QueuedStep,
     SessionBatch,
     _reserve_pages,
+    open_executor,
     run_batch,
     take_tokens,
 )
-from nesa_node.server.scheduler.executor import open_executor
 from nesa_node.server.session.transfer import TransferSender
 from nesa_node.swarm.protocol.messages import Pages, RowSlice, Step, Synced
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.sharding.span_placement import is_covered_without, plan_repairs, unheld_blocks
 from nesa_node.topology.snapshot import NodeState, Snapshot, count_holders
 

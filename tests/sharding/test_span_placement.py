@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.sharding.span_placement import choose_span, reconsider_span
 from nesa_node.topology.snapshot import NodeState, Snapshot
 

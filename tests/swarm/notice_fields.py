@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nesa_node.swarm.dht.notices import (
+from nesa_node.swarm.dht.sealing import (
     AnnouncedMove,
     FailureReport,
     Lease,

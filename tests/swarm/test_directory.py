@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
-from nesa_node.core.ids import ModelId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, Span
 from nesa_node.swarm.dht import rejoin as rejoining
 from nesa_node.swarm.dht.records import NodeRecord, model_key
 from nesa_node.swarm.dht.sealing import CLOCK_SKEW_S, seal_statement

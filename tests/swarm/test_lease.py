@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nesa_node.core.ids import ModelId
 from nesa_node.routing.succession import LeaseTerms, rank_successors
-from nesa_node.swarm.dht.notices import Lease
+from nesa_node.swarm.dht.sealing import Lease
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notice_store import LeaseEligibility, LeaseKeeper
 from tests.swarm.local_swarm import eventually, local_swarm

@@ -12,21 +12,20 @@ import pytest
 
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.swarm.dht import storage as dht_storage
-from nesa_node.swarm.dht.notices import (
+from nesa_node.swarm.dht.sealing import (
     FailureReport,
     Lease,
     Notice,
     PlacementNotice,
     ReportedFailure,
+    seal_statement,
 )
-from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.storage import BoundedStorage
 from nesa_node.swarm.dht.validator import RecordValidator
 from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.notice_store import NoticeStore
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, MSGPackSerializer
-from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.p2p.identity import Identity, Membership
 from tests.swarm.local_swarm import local_swarm
 from tests.swarm.notice_fields import FIELDS, PEERS, make_notice
 from tests.swarm.record_fields import MODEL_ID, make_status

@@ -19,8 +19,8 @@ from nesa_node.routing.reputation import (
 )
 from nesa_node.server.orchestrator.launch import ClampedSpeeds
 from nesa_node.swarm import reputation as reporter_module
-from nesa_node.swarm.dht.notices import MAX_REPORTED_PEERS, FailureReport, ReportedFailure
 from nesa_node.swarm.dht.records import RecordTable
+from nesa_node.swarm.dht.sealing import MAX_REPORTED_PEERS, FailureReport, ReportedFailure
 from nesa_node.swarm.dht.validator import PeerAges
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.node import Swarm, open_swarm

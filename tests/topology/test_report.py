@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.topology.changes.triggers import HistoryEntry, Trigger, trigger_readings
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.report import MAX_LINKS, connection_heights, topology_report

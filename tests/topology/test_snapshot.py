@@ -1,5 +1,4 @@
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.topology.snapshot import NodeState, Snapshot, zero_runs
 
 MODEL = ModelId("m@0")

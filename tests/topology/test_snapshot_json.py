@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import NodeState, Snapshot

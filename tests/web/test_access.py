@@ -18,7 +18,7 @@ import structlog
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.logging import setup_logging
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.web import authenticator as doorman_module
 from nesa_node.web import key_store as keys_module
 from nesa_node.web.key_store import KeyLimits, KeyStore

@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.web import body_reader as bodies_module
 from nesa_node.web import connections as connection_module
 from nesa_node.web import problem as refusal_module

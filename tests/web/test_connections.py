@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.web import connections as connection_module
 from nesa_node.web.connections import ConnectionTable, HttpConnection
 from tests.web.tiny_gateway import bearer, browser, gate, new_key

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.core.settings.models import AccessConfig
 from nesa_node.core.wait_tracking import WaitTracker
 from nesa_node.web import key_store as key_file

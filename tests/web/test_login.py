@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.web import authenticator as browsers_module
 from nesa_node.web.authenticator import (
     MAX_TOKENS,

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from playwright.async_api import Browser, Page, async_playwright
 
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.web.key_store import KeyStore
 from tests.web.tiny_gateway import gate, new_key
 

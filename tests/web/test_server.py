@@ -12,7 +12,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from nesa_node.core.metrics import Metric, MetricRegistry, MetricSample
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.web.server import serve_metrics
 
 COUNT = Metric("nesa_things_total", "counter", "Things.", ("kind",))

@@ -14,8 +14,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from nesa_node.api.gateway import Gateway, GatewayOf, UsageCounter, UsageOf
-from nesa_node.api.models.cancellation import cancel_when
-from nesa_node.api.models.jobs import tokenize_prompts
+from nesa_node.api.models.jobs import cancel_when, tokenize_prompts
 from nesa_node.api.openapi import EmbeddingList, describe
 from nesa_node.api.responses.http_responses import ComputedJsonResponse
 from nesa_node.api.responses.in_flight import reserve_memory

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from nesa_node.api.processes.fair_threads import FairThreadPool
 from nesa_node.api.processes.template_program import MAX_TEXT_CHARS
+from nesa_node.api.processes.workers import FairThreadPool
 from nesa_node.web.authenticator import current_caller
 from nesa_node.web.problem import invalid_request
 

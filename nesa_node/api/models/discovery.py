@@ -20,11 +20,10 @@ from typing import Protocol, TypeVar
 from filelock import FileLock, Timeout
 
 from nesa_node.core.errors import BusyError, MissingBlocksError, ModelNotFoundError, NesaError
-from nesa_node.core.ids import ModelId
+from nesa_node.core.ids import ModelId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.models import ClientConfig, GatewayConfig
-from nesa_node.core.span import Span
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id, open_folder
 from nesa_node.engine.weights.files import convert_parse_errors
 from nesa_node.swarm.dht.records import NodeRecord, majority_num_blocks

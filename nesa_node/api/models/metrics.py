@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import get_args
 
 from nesa_node.api.generation.job import FinishReason, GenerationEvent, PrefillDone
-from nesa_node.core import metric_names as names
+from nesa_node.core import metrics as names
 from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import MetricSample
 

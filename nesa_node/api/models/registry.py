@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from nesa_node.api.models.discovery import AnnouncedModel, ModelDirectory, watch_missing_blocks
 from nesa_node.api.schemas.generation_request import describe_sampling
 from nesa_node.core.errors import ModelError, NesaError, ResourceError
-from nesa_node.core.ids import ModelId
+from nesa_node.core.ids import ModelId, Span
 from nesa_node.core.logging import get_logger
-from nesa_node.core.span import Span
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.web.problem import HttpProblem
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 from nesa_node.api.generation.tokenization import offload_if_large
 from nesa_node.api.processes import grammar_program, template_program
-from nesa_node.api.processes.child_processes import Ask, ChildProcessPool, ChildProgram
+from nesa_node.api.processes.workers import Ask, ChildProcessPool, ChildProgram
 
 MAX_WAITING_CHECKS = 16
 """Limit on the unfinished checks of one caller."""

@@ -19,11 +19,10 @@ from typing import Generic, TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nesa_node.api.generation.decode_loop import Generation, Vocabulary
-from nesa_node.api.generation.embedding import embed
+from nesa_node.api.generation.decode_loop import Generation, Vocabulary, embed
 from nesa_node.api.generation.job import GenerationEvent, Job, SamplingParams
 from nesa_node.api.models.metrics import GatewayMetrics, RequestMetrics
-from nesa_node.api.processes.fair_threads import FairThreadPool
+from nesa_node.api.processes.workers import FairThreadPool
 from nesa_node.api.schemas.generation_request import read_default_sampling
 from nesa_node.client.model.activity import ActivityTracker
 from nesa_node.client.model.auto import open_model
@@ -34,7 +33,7 @@ from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricSample
-from nesa_node.core.settings.choices import SamplingDefaults
+from nesa_node.core.settings.declaration import SamplingDefaults
 from nesa_node.core.settings.models import ClientConfig
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id

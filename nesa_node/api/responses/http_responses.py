@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nesa_node.api.models.cancellation import ClientDisconnected, cancel_when, watch_disconnect
+from nesa_node.api.models.jobs import ClientDisconnected, cancel_when, watch_disconnect
 from nesa_node.api.responses.in_flight import GracefulShutdown
 from nesa_node.core.errors import (
     BusyError,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import COMPUTE, Flags, ModelArgument, load_command_config
-from nesa_node.cli.interrupts import exit_on_interrupt
-from nesa_node.core.extras import require_node
+from nesa_node.cli.process_setup import exit_on_interrupt
+from nesa_node.core.errors import require_node
 
 if TYPE_CHECKING:
     from nesa_node.core.settings.models import (

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import Flags, load_command_config
-from nesa_node.cli.interrupts import exit_on_interrupt
-from nesa_node.cli.prompt import check_utf8
-from nesa_node.core.errors import ConfigError
-from nesa_node.core.extras import require_node
-from nesa_node.core.span import Span, split_evenly
+from nesa_node.cli.process_setup import exit_on_interrupt
+from nesa_node.cli.standard_streams import check_utf8
+from nesa_node.core.errors import ConfigError, require_node
+from nesa_node.core.ids import Span, split_evenly
 from nesa_node.core.wait_tracking import track_wait
 
 if TYPE_CHECKING:
@@ -76,8 +75,7 @@ def demo(
         import torch
         from transformers.utils import logging as transformers_logging
 
-        from nesa_node.cli.services.demo_gateway import serve_until_stopped
-        from nesa_node.cli.services.local_swarm import local_swarm
+        from nesa_node.cli.services.local_swarm import local_swarm, serve_until_stopped
         from nesa_node.engine.weights.demo_model import DEMO_MODEL_NAME, demo_model_path
         from nesa_node.engine.weights.hub import open_checkpoint
 
@@ -192,7 +190,7 @@ def _ask_transformers(folder: Path, prompts: Sequence[DemoPrompt]) -> list[Timed
 def _print_nodes(nodes: Sequence[LocalNode]) -> None:
     import asyncio
 
-    from nesa_node.cli.swarm_reader import read_swarm
+    from nesa_node.cli.client_model import read_swarm
     from nesa_node.cli.views.swarm import group_by_model, print_models
     from nesa_node.core.settings.models import ClientConfig
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from nesa_node.cli.flags import COMPUTE, OUTPUT, SWARM, Flags, load_command_config
-from nesa_node.cli.interrupts import exit_on_interrupt
+from nesa_node.cli.process_setup import exit_on_interrupt
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.choices import GENERATED_ITEMS
-from nesa_node.core.settings.user_file import user_path
+from nesa_node.core.settings.declaration import GENERATED_ITEMS, user_path
 from nesa_node.core.wait_tracking import track_wait
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
     from nesa_node.core.settings.models import ClientConfig
     from nesa_node.engine.weights.checkpoint import Checkpoint
-    from nesa_node.evaluation.cells import Cell
-    from nesa_node.evaluation.results import CellResult, EvaluationSample, OpenModel
+    from nesa_node.evaluation.results import Cell, CellResult, EvaluationSample, OpenModel
 
 PRECISIONS_GROUP = Group("Precisions", sort_key=5)
 SAMPLE_GROUP = Group("Texts and items", sort_key=6)
@@ -152,7 +150,7 @@ def evaluate(
             parse_names,
         )
         from nesa_node.engine.model.devices import choose_device
-        from nesa_node.evaluation.cells import (
+        from nesa_node.evaluation.results import (
             WEIGHTS,
             WEIGHTS_AS_SERVED,
             WIRE_CODECS,
@@ -161,7 +159,7 @@ def evaluate(
             check_wire,
             make_cells,
         )
-        from nesa_node.evaluation.texts import default_text, read_text
+        from nesa_node.evaluation.tasks import default_text, read_text
 
     chosen = parse_names("--weights", weights, (WEIGHTS_AS_SERVED,) if live else WEIGHTS)
     codecs = parse_names("--wire", wire, ("none",) if live else WIRE_CODECS)

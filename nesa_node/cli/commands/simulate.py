@@ -9,7 +9,7 @@ from cyclopts import Group, Parameter
 
 from nesa_node.cli.flags import OUTPUT, JsonFlag
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.choices import StrategyName
+from nesa_node.core.settings.declaration import StrategyName
 from nesa_node.core.wait_tracking import track_wait
 
 SWARM_GROUP = Group("Which swarm", sort_key=5)
@@ -85,19 +85,15 @@ def simulate(
         raise ConfigError(f"--seed {seed}: a whole number from 0")
     if replay is not None and (add or remove):
         raise ConfigError("--replay shows what was recorded: leave out --add and --remove")
-    from nesa_node.cli.simulation import plots
-    from nesa_node.cli.simulation import tables as views
-    from nesa_node.cli.simulation.swarm_source import (
-        load_strategy,
-        make_world_swarm,
-        read_swarm_file,
-    )
+    from nesa_node.cli.simulation_input import load_strategy, make_world_swarm, read_swarm_file
+    from nesa_node.cli.views import simulation as plots
+    from nesa_node.cli.views import simulation as views
 
     if plot is not None:
         plots.check_plot(plot)
     use = load_strategy(strategy)
     if replay is not None:
-        from nesa_node.cli.simulation.replay import replay_snapshots
+        from nesa_node.cli.simulation_input import replay_snapshots
 
         with track_wait("the planners to go through the snapshots"):
             rows = replay_snapshots(replay, goal=goal, replicas=replicas, strategy=use)

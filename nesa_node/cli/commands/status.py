@@ -1,4 +1,4 @@
-"""`nesa-node status`: nodes of a swarm, their spans, and unserved blocks."""
+"""`nesa-node status` and `explain`: nodes of a swarm and its unserved blocks; logged decisions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from nesa_node.cli.flags import OUTPUT, Flags, JsonFlag, load_command_config
-from nesa_node.cli.interrupts import exit_on_interrupt
+from nesa_node.cli.process_setup import exit_on_interrupt
 
 if TYPE_CHECKING:
     from nesa_node.core.settings.models import ClientConfig
@@ -40,7 +40,7 @@ def status(
 
     config = resolve_initial_peers(load_command_config(ClientConfig, flags, model=model), model)
     with exit_on_interrupt():
-        from nesa_node.cli.swarm_reader import read_swarm
+        from nesa_node.cli.client_model import read_swarm
         from nesa_node.cli.views.swarm import (
             describe_absence,
             group_by_model,
@@ -70,10 +70,11 @@ def _watch_status(config: ClientConfig, every_s: float, *, as_json: bool) -> int
     """Show the swarm until Ctrl-C, which is not a failure: the exit code is 0."""
     import asyncio
 
-    from nesa_node.cli.views.swarm import group_by_model, models_to_json
-    from nesa_node.cli.views.swarm_watch import (
+    from nesa_node.cli.views.swarm import (
         WatchFrame,
         check_interval,
+        group_by_model,
+        models_to_json,
         open_watch_table,
         watch_swarm,
     )
@@ -89,4 +90,42 @@ def _watch_status(config: ClientConfig, every_s: float, *, as_json: bool) -> int
         else:
             with open_watch_table(config.model) as show:
                 asyncio.run(watch_swarm(config, every_s, show))
+    return 0
+
+
+MAX_LISTED = 20
+MAX_READ = 1000
+"""Decisions read for a list; repeats are folded into one of `MAX_LISTED` rows."""
+
+
+def explain(
+    name: Annotated[
+        str | None,
+        Parameter(help="Session or placement, or a prefix of it. [default: list the last]"),
+    ] = None,
+    /,
+    *,
+    as_json: JsonFlag = False,
+) -> int:
+    """Show the last routing and placement decisions of this user, their costs and alternatives."""
+    from nesa_node.core.decision_log import DecisionLog
+    from nesa_node.core.settings.declaration import default_decisions_path
+
+    log = DecisionLog(default_decisions_path())
+    found = log.recent(MAX_LISTED if as_json else MAX_READ) if name is None else log.find(name)
+    if as_json:
+        shown = [
+            {"kind": one.kind, "name": one.name, "made_at": one.made_at, **one.body}
+            for one in found
+        ]
+        json.dump(shown, sys.stdout, indent=2)
+        print()
+        return 0
+    from nesa_node.cli.views.decisions import print_decision, print_decisions
+
+    if name is None:
+        print_decisions(found[::-1], MAX_LISTED)
+    else:
+        for decision in found:
+            print_decision(decision)
     return 0

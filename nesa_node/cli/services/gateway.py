@@ -15,13 +15,13 @@ from functools import partial
 
 from nesa_node import __version__
 from nesa_node.api.app import make_app
+from nesa_node.api.gateway import RequestTelemetry
 from nesa_node.api.models.discovery import locate, open_discovered, open_model_directory
 from nesa_node.api.models.metrics import GatewayMetrics
 from nesa_node.api.models.registry import ModelRegistry
 from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
 from nesa_node.api.models.served_model import ServedModel, open_served_model
-from nesa_node.api.processes.fair_threads import share_malloc_arenas
-from nesa_node.api.request_telemetry import RequestTelemetry
+from nesa_node.api.processes.workers import share_malloc_arenas
 from nesa_node.api.responses.in_flight import GracefulShutdown
 from nesa_node.cli.client_model import save_last_swarm
 from nesa_node.client.model.activity import ActivityTracker
@@ -29,7 +29,7 @@ from nesa_node.client.model.auto import open_named_checkpoint
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry, MetricSample
-from nesa_node.core.settings.http_address import HttpAddress
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.core.settings.models import GatewayConfig
 from nesa_node.dashboard.app import Dashboard
 from nesa_node.engine.kernels.threads import fix_threads

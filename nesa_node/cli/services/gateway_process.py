@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.core.settings.declaration import secret_text
-from nesa_node.core.settings.http_address import HttpAddress
 from nesa_node.core.settings.models import AccessConfig, NodeConfig
 from nesa_node.core.settings.sources import load_config
 

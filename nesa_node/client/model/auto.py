@@ -14,20 +14,22 @@ from transformers.utils import logging as transformers_logging
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.head import EmbeddingAndHead, HeadBatcher
-from nesa_node.client.model.local import LocalConnection
+from nesa_node.client.model.layers import LocalConnection
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.client.session.base import SALT_BYTES, Connect, SwarmConnection
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.choices import Precision, RouteName, StrategyName
+from nesa_node.core.ids import Span
+from nesa_node.core.settings.addresses import parse_peer_address
 from nesa_node.core.settings.declaration import (
+    Precision,
+    RouteName,
+    StrategyName,
     default_cache_dir,
     default_decisions_path,
     secret_text,
+    user_path,
 )
 from nesa_node.core.settings.models import ClientConfig
-from nesa_node.core.settings.peer_address import parse_peer_address
-from nesa_node.core.settings.user_file import user_path
-from nesa_node.core.span import Span
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.devices import choose_device, require_room_for_embedder_and_head

@@ -42,8 +42,8 @@ from nesa_node.client.session.base import (
     derive_scope_salt,
 )
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
+from nesa_node.core.ids import Span
 from nesa_node.core.metrics import MetricSample
-from nesa_node.core.span import Span
 from nesa_node.core.wait_tracking import track_wait
 
 _FIXED_ENDS_MESSAGE = (

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import TypeVar, get_args
 
+from nesa_node.client.routing.measurements import ClosableLink
 from nesa_node.client.routing.planner import ChainPlan, ChainPlanner, Hops, PlanningView
-from nesa_node.client.routing.refusal_tracker import ClosableLink
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.core.errors import (
     BusyError,
@@ -22,9 +22,9 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.core.settings.choices import Precision
+from nesa_node.core.settings.declaration import Precision
 from nesa_node.core.wait_tracking import record_failure, track_wait
-from nesa_node.swarm.dht.notices import FailureKind
+from nesa_node.swarm.dht.sealing import FailureKind
 from nesa_node.swarm.node import Swarm
 from nesa_node.topology.snapshot import NodeState, Snapshot
 

@@ -12,18 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from nesa_node.client.routing.latencies import LatencyView
-from nesa_node.client.routing.refusal_tracker import RefusalTracker
+from nesa_node.client.routing.measurements import LatencyView, RefusalTracker
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.routing.snapshot_cache import SnapshotCache
 from nesa_node.compression import tensors
 from nesa_node.core.decision_log import DecisionLog, LoggedDecision
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
-from nesa_node.core.span import Span
-from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.routing.chain_request import Chain, ChainProblem, ChainRequest
 from nesa_node.routing.chains import Hop, chain_cost_s, fill_gaps, hops_to_visits, make_problem
-from nesa_node.routing.problem import Chain, ChainProblem
 from nesa_node.routing.reputation import (
     REPORTABLE_RATIO,
     FailurePenalties,
@@ -39,8 +36,8 @@ from nesa_node.routing.strategies import (
     explain,
     make_session_strategy,
 )
-from nesa_node.routing.tuning.tuner import parse_published
-from nesa_node.swarm.dht.notices import PlacementNotice
+from nesa_node.routing.tuner import parse_published
+from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.topology.links.matrix import Links

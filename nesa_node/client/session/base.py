@@ -14,9 +14,8 @@ from typing import Protocol
 
 import torch
 
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.metrics import MetricSample
-from nesa_node.core.span import Span
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.protocol.messages import (
     MAX_PREFIX_DIGESTS,

@@ -20,7 +20,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.chains import Hop
-from nesa_node.swarm.dht.notices import FailureKind
+from nesa_node.swarm.dht.sealing import FailureKind
 from nesa_node.swarm.p2p.link_measurements import PING_BYTES, LinkSpeed
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.link_encoder import HiddenStatesSpec, LinkEncoder, report_arrival

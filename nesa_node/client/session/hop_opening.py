@@ -7,21 +7,20 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from nesa_node.client.recovery.replacement_search import ReplacementSearch
+from nesa_node.client.recovery.failure_detector import ReplacementSearch
 from nesa_node.client.routing.node_selection import NodeSelector
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.session.base import PrefixStart
 from nesa_node.client.session.hop import HopLink
 from nesa_node.compression.codecs import codec_names
 from nesa_node.core.errors import BusyError, NoAddressError, PeerUnreachableError, RemoteError
-from nesa_node.core.ids import PeerId, SessionId
+from nesa_node.core.ids import PeerId, SessionId, Span
 from nesa_node.core.logging import get_logger, session_name
-from nesa_node.core.span import Span
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.identity import membership_proof
 from nesa_node.swarm.p2p.link_measurements import ping
-from nesa_node.swarm.p2p.membership import membership_proof
 from nesa_node.swarm.protocol.link_encoder import get_link_speed
 from nesa_node.swarm.protocol.messages import PROTOCOL, VERSION, Open, Prefix
 from nesa_node.swarm.protocol.stream import Stream

@@ -6,8 +6,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 
-from nesa_node.client.recovery.failure_detector import FailureDetector, FaultAttribution
-from nesa_node.client.recovery.replacement_search import ReplacementSearch
+from nesa_node.client.recovery.failure_detector import (
+    FailureDetector,
+    FaultAttribution,
+    ReplacementSearch,
+)
 from nesa_node.client.recovery.successors import SuccessorPool
 from nesa_node.client.recovery.suspicion import SuspicionEvent
 from nesa_node.client.routing.node_selection import NodeSelector

@@ -14,8 +14,12 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from nesa_node.client.recovery.replay import StepReplay
-from nesa_node.client.recovery.retry import RETRYABLE_ERRORS, ChainRebuilder, OpenLimiter
+from nesa_node.client.recovery.retry import (
+    RETRYABLE_ERRORS,
+    ChainRebuilder,
+    OpenLimiter,
+    StepReplay,
+)
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, Failover, SessionPrefix

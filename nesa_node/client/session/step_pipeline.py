@@ -28,7 +28,7 @@ from nesa_node.compression import tensors
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import PeerUnreachableError, ProtocolError
 from nesa_node.core.logging import get_logger
-from nesa_node.swarm.dht.notices import FailureKind
+from nesa_node.swarm.dht.sealing import FailureKind
 from nesa_node.swarm.protocol.link_encoder import check_codec_allowed, extend_via, normalize_via
 from nesa_node.swarm.protocol.messages import Pong, Step
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer, SentStep

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from nesa_node.client.recovery.suspicion import SuspicionEvent
 from nesa_node.client.routing.request import RouteRequest
-from nesa_node.core import metric_names as names
+from nesa_node.core import metrics as names
 from nesa_node.core import tracing
 from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import MetricSample

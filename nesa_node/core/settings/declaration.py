@@ -1,17 +1,265 @@
-"""Declaration of a setting: its field and flag, default paths, and a check that servers share."""
+"""Declaration of a setting: its field, flag and type, default paths, and checks of its text.
+
+A type says how a setting reads text, checks it, and is shown in help and error messages. Files that
+users name may begin with `~` and are read with a size limit.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import ip_network
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints
+from pydantic.fields import FieldInfo
 
-from nesa_node.core.settings.choices import FlagGroup
-from nesa_node.core.settings.http_address import HttpAddress
-from nesa_node.core.settings.user_file import user_path
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.settings.addresses import HttpAddress, check_dialable, to_multiaddress
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+QuantType = Literal["none", "int8", "nf4"]
+RouteName = Literal["chain", "star"]
+Precision = Literal["nf4", "int8", "full"]
+"""Weight precisions, coarsest first. "full": the `--torch-dtype`, not quantized."""
+PlacementGoal = Literal["latency", "throughput"]
+"""An orchestrator's objective: least time per step, or most steps per second of all clients."""
+StrategyName = Literal[
+    "exact-latency",
+    "exact-throughput",
+    "bottleneck",
+    "homology-greedy",
+    "paper-literal",
+    "petals",
+    "random",
+]
+"""Routing strategies; `routing/strategies.py` implements them."""
+SamplingDefaults = Literal["model", "openai"]
+"""Source of a gateway's sampling defaults for requests without sampling parameters."""
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+FlagGroup = Literal[
+    "Swarm", "Model and device", "Orchestration", "Access", "Limits", "Sampling", "Output"
+]
+"""Headings of flags in `--help`."""
+GENERATED_ITEMS = "generated"
+"""Value of `eval --choices` for items made from the text."""
+
+
+def user_path(path: str | Path) -> Path:
+    """`path` with `~` and `~name` expanded. Raises `ConfigError` for an unknown home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0]
+        raise ConfigError(f"no home folder is known for {user}: give a path without it") from None
+
+
+def read_limited(path: Path, most_chars: int) -> str:
+    """Read a UTF-8 file. Raises `OSError`, `UnicodeDecodeError`, and `ConfigError` if it is longer.
+
+    The limit applies while reading: devices and pipes report no size and may be endless.
+    """
+    with path.open(encoding="utf-8") as file:
+        text = file.read(most_chars + 1)
+    if len(text) > most_chars:
+        raise ConfigError(f"{path} has more than {most_chars} characters")
+    return text
+
+
+MIN_API_KEY_CHARS = 8
+MAX_API_KEY_CHARS = 512
+_MAX_SECRET_CHARS = 65_536
+_HEADER_PATTERN = re.compile(r"[!-~]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueFormat:
+    """How values of a type are written: in help, and in error messages.
+
+    `expected` is None where pydantic's error message explains it.
+    """
+
+    metavar: str
+    expected: str | None = None
+
+
+def find_format(field: FieldInfo) -> ValueFormat | None:
+    """The outermost `ValueFormat` of a field's type."""
+    return next((f for part in (*field.metadata, field.annotation) if (f := _find(part))), None)
+
+
+def _find(part: Any) -> ValueFormat | None:
+    if isinstance(part, ValueFormat):
+        return part
+    args = get_args(part)  # of `Annotated`: the type, then its metadata
+    return next((f for inner in (*args[1:], *args[:1]) if (f := _find(inner))), None)
+
+
+def _parsed_by(parse: Callable[[str], object]) -> BeforeValidator:
+    """Validator that parses text, and leaves values of other types to pydantic."""
+
+    def read(value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
+    return BeforeValidator(read)
+
+
+def _read_address(text: str) -> str:
+    """Convert `host:port` to a multiaddress; its peer id is looked up on joining the swarm."""
+    address = to_multiaddress(text)
+    check_dialable(address)
+    return address
+
+
+def _read_secret(value: str) -> str:
+    """Replace `@PATH` by the content of that file: arguments are visible in process lists.
+
+    Strips white space, such as the line break at a file's end.
+    """
+    if value.startswith("@"):
+        try:
+            value = read_limited(user_path(value[1:]), _MAX_SECRET_CHARS)
+        except OSError as error:
+            raise ValueError(f"cannot read {value[1:]}: {error.strerror}") from None
+    if not (value := value.strip()):
+        raise ValueError("it is empty")
+    return value
+
+
+def _check_api_key(value: SecretStr) -> SecretStr:
+    """Check that an HTTP header can carry the key and that it is too long to guess."""
+    text = value.get_secret_value()
+    if not MIN_API_KEY_CHARS <= len(text) <= MAX_API_KEY_CHARS or not _HEADER_PATTERN.fullmatch(
+        text
+    ):
+        raise ValueError(
+            f"it must have {MIN_API_KEY_CHARS} to {MAX_API_KEY_CHARS} printable ASCII characters "
+            "and no space"
+        )
+    return value
+
+
+def _reject_bool(value: object) -> object:
+    """Reject booleans where a number is wanted: Python counts `True` as 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+_NUMBER = BeforeValidator(_reject_bool)
+# An environment variable holds a list as text, separated by commas or white space.
+_LIST = _parsed_by(lambda text: text.replace(",", " ").split())
+
+PositiveInt = Annotated[int, _NUMBER, Field(ge=1), ValueFormat("INT")]
+NonNegativeInt = Annotated[int, _NUMBER, Field(ge=0), ValueFormat("INT")]
+Gibibytes = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False), ValueFormat("GIB")]
+# Shorter intervals would keep a core busy; Python's threads cannot wait longer than 9.2e9 s.
+Seconds = Annotated[
+    float, _NUMBER, Field(ge=0.01, le=1e9, allow_inf_nan=False), ValueFormat("SECONDS")
+]
+
+ModelName = Annotated[str, ValueFormat("MODEL", "a local folder or the name of a model on the hub")]
+ModelNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _LIST]
+DeviceName = Annotated[
+    str,
+    StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$"),
+    ValueFormat("DEVICE", "auto, cpu, cuda, cuda:N or mps"),
+]
+BlockCount = Annotated[
+    PositiveInt | Literal["auto"],
+    ValueFormat("INT|auto", 'a whole number of at least 1, or "auto"'),
+]
+BlockRange = Annotated[
+    Span, _parsed_by(Span.parse), ValueFormat("A:B", 'a half-open range like "0:10"')
+]
+Location = Annotated[
+    tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]],
+    # A TOML file may also have a list of two numbers.
+    _parsed_by(lambda text: tuple(text.split(","))),
+    ValueFormat("LAT,LON", 'degrees of latitude and longitude like "52.5,13.4"'),
+]
+PublicName = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=64, pattern=r"^[^\x00-\x1f]+$"),
+    ValueFormat("NAME", "1 to 64 printable characters"),
+]
+FilePath = Annotated[Path, _parsed_by(user_path), ValueFormat("PATH", "a path")]
+Secret = Annotated[SecretStr, _parsed_by(_read_secret), ValueFormat("SECRET")]
+ApiKeyText = Annotated[Secret, AfterValidator(_check_api_key)]
+
+HttpAddressText = Annotated[
+    str, _parsed_by(lambda text: str(HttpAddress.parse(text))), ValueFormat("HOST:PORT")
+]
+CollectorUrl = Annotated[
+    str,
+    StringConstraints(max_length=512, pattern=r"^https?://[^\s/?#]+/?$"),
+    ValueFormat("URL", "an address like http://127.0.0.1:4318"),
+]
+_HOST_NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9-]+)*$"
+HostNames = Annotated[
+    tuple[
+        Annotated[
+            str, StringConstraints(to_lower=True, max_length=253, pattern=_HOST_NAME_PATTERN)
+        ],
+        ...,
+    ],
+    _LIST,
+    ValueFormat("NAME", "names like gateway.example.org, without port"),
+]
+_ORIGIN_PATTERN = r"^[a-z][a-z0-9+.-]*://[^/\s*,]+$"
+"""Scheme, host and optional port, as browsers send it; no path, and no `*`."""
+Origins = Annotated[
+    tuple[Annotated[str, StringConstraints(max_length=300, pattern=_ORIGIN_PATTERN)], ...],
+    _LIST,
+    ValueFormat("ORIGIN", "origins like https://app.example.org, with nothing after the host"),
+]
+Networks = Annotated[
+    tuple[Annotated[str, AfterValidator(lambda text: str(ip_network(text, strict=False)))], ...],
+    _LIST,
+    ValueFormat("NETWORK", "IP addresses or networks like 10.0.0.0/8"),
+]
+
+PeerIds = Annotated[tuple[PeerId, ...], _LIST, ValueFormat("PEER")]
+_PEER_ADDRESS_PATTERN = (
+    r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/"
+    r"(tcp/[0-9]{1,5}|(tcp|udp)/[0-9]{1,5}(/.+)?/p2p/[1-9A-HJ-NP-Za-km-z]+)$"
+)
+PeerAddresses = Annotated[
+    tuple[
+        Annotated[
+            str,
+            _parsed_by(_read_address),
+            StringConstraints(max_length=512, pattern=_PEER_ADDRESS_PATTERN),
+        ],
+        ...,
+    ],
+    _LIST,
+    ValueFormat(
+        "ADDRESS", "addresses like /ip4/192.0.2.7/tcp/4001/p2p/12D3KooW... or 192.0.2.7:4001"
+    ),
+]
+_BIND_ADDRESS_PATTERN = r"^/(ip4|ip6|dns|dns4|dns6)/[^/]+/(tcp|udp)/[0-9]{1,5}(/.*)?$"
+_BindAddresses = Annotated[
+    tuple[Annotated[str, StringConstraints(max_length=512, pattern=_BIND_ADDRESS_PATTERN)], ...],
+    _LIST,
+]
+ListenAddresses = Annotated[
+    _BindAddresses,
+    ValueFormat("ADDRESS", "addresses like /ip4/0.0.0.0/tcp/4001 (port 0: any free port)"),
+]
+AnnouncedAddresses = Annotated[
+    _BindAddresses, ValueFormat("ADDRESS", "addresses like /ip4/192.0.2.7/tcp/4001")
+]
 
 
 def default_cache_dir() -> Path:

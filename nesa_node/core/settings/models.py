@@ -22,39 +22,22 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from nesa_node.core.settings.choices import (
-    DtypeName,
-    LogFormat,
-    LogLevel,
-    PlacementGoal,
-    Precision,
-    QuantType,
-    RouteName,
-    SamplingDefaults,
-    StrategyName,
-)
 from nesa_node.core.settings.declaration import (
-    check_loopback,
-    default_cache_dir,
-    default_decisions_path,
-    default_identity_path,
-    default_keys_path,
-    default_snapshots_dir,
-    setting,
-)
-from nesa_node.core.settings.field_types import (
     AnnouncedAddresses,
     ApiKeyText,
     BlockCount,
     BlockRange,
     CollectorUrl,
     DeviceName,
+    DtypeName,
     FilePath,
     Gibibytes,
     HostNames,
     HttpAddressText,
     ListenAddresses,
     Location,
+    LogFormat,
+    LogLevel,
     ModelName,
     ModelNames,
     Networks,
@@ -62,11 +45,24 @@ from nesa_node.core.settings.field_types import (
     Origins,
     PeerAddresses,
     PeerIds,
+    PlacementGoal,
     PositiveInt,
+    Precision,
     PublicName,
+    QuantType,
+    RouteName,
+    SamplingDefaults,
     Seconds,
     Secret,
+    StrategyName,
     ValueFormat,
+    check_loopback,
+    default_cache_dir,
+    default_decisions_path,
+    default_identity_path,
+    default_keys_path,
+    default_snapshots_dir,
+    setting,
 )
 
 MAX_RECORD_TTL_S = 600.0

@@ -14,9 +14,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.field_types import find_format
+from nesa_node.core.settings.declaration import find_format, read_limited, user_path
 from nesa_node.core.settings.models import ALL_CONFIGS, SECRET_FIELDS, SharedConfig
-from nesa_node.core.settings.user_file import read_limited, user_path
 
 ENV_PREFIX = "NESA_"
 CONFIG_VARIABLE = "NESA_CONFIG"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nesa_node.core.errors import CacheFullError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.cache.prefix_index import PrefixIndex, PrefixKey
 from nesa_node.engine.weights.families import CacheHeads
 

@@ -9,7 +9,7 @@ On the CPU, measured on one core of a Xeon with AVX-512 and AMX, as gigabytes of
 | bfloat16: 1, 4, 8 | 13.6, 11.5, 9.1 | 8.2, 11.4, 11.1 | 7.5, 7.8, 7.7 |
 | bfloat16: 16, 32, 64 | - | 9.8, 8.7, 8.1 | 6.6, 6.5, 5.5 |
 
-Measured separately, in bfloat16 with 1,024 inputs: ours on AMX (`amx_matmul.py`), `matmul.py`, and
+Measured separately, in bfloat16 with 1,024 inputs: ours on AMX (`matmul.py`), `matmul.py`, and
 torch as weight x tokens:
 
 | tokens | 1 | 2 | 4 | 8 | 16 | 32 |

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nesa_node.compression.tensors import BufferRange, HiddenStates
 from nesa_node.core.errors import ContextLengthError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.cache.paged_attention import PackedRows, RowCache, RowChunk
 from nesa_node.engine.cache.pages import PagePool
 from nesa_node.engine.kernels.threads import ThreadController

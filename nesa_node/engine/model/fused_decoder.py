@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from nesa_node.compression.tensors import BufferRange
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.cache.paged_attention import PackedRows
 from nesa_node.engine.kernels.linear import DTYPE_NAMES
 from nesa_node.engine.kernels.machine_code import compile_functions

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nesa_node.core.arrays import Floats, Ints
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem, window_sums
 from nesa_node.routing.placement.score import Goal, score_assignment, solve_max_flow
 

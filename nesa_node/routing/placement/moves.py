@@ -8,8 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem
 from nesa_node.routing.placement.score import Goal, PlacementScore
 from nesa_node.topology.snapshot import NodeState

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from nesa_node.core.arrays import Floats, Ints
+from nesa_node.routing.chain_request import Chain, Visit
 from nesa_node.routing.placement.placement_problem import PlacementProblem
-from nesa_node.routing.problem import Chain, Visit
 from nesa_node.routing.search.minplus import nearest_transfer_s
 
 

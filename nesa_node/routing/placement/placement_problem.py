@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nesa_node.core.arrays import Floats, Ints
-from nesa_node.core.span import Span
-from nesa_node.routing.chain_request import ChainRequest, NodeValues, build_problem
-from nesa_node.routing.problem import ChainProblem
+from nesa_node.core.ids import Span
+from nesa_node.routing.chain_request import ChainProblem, ChainRequest, NodeValues, build_problem
 from nesa_node.topology.snapshot import Snapshot
 
 

@@ -8,9 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
-from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.routing.chain_request import ChainRequest, step_time
 from nesa_node.routing.chains import ChainChooser, Hop, visits_to_hops
 from nesa_node.routing.placement.assignment_search import (
     MAX_ASSIGNMENTS,
@@ -20,7 +19,6 @@ from nesa_node.routing.placement.assignment_search import (
     find_best_assignment,
     repair_coverage,
 )
-from nesa_node.routing.placement.bound import latency_bound_s
 from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan
 from nesa_node.routing.placement.placement_problem import (
     Assignment,
@@ -44,9 +42,9 @@ from nesa_node.routing.placement.score import (
     best_chain,
     best_chain_latency_s,
     flow_bound,
+    latency_bound_s,
     score_assignment,
 )
-from nesa_node.routing.problem import step_time
 from nesa_node.routing.search.exact import exact_latency
 from nesa_node.topology.snapshot import NodeState, Snapshot
 

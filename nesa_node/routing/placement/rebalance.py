@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
-from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.routing.chain_request import Chain, ChainRequest, Visit
 from nesa_node.routing.placement.assignment_search import balance_throughput, move_to_deficit
 from nesa_node.routing.placement.moves import (
     MoveCosts,
@@ -35,7 +34,6 @@ from nesa_node.routing.placement.placement_problem import (
 )
 from nesa_node.routing.placement.recipes import Pipelines
 from nesa_node.routing.placement.score import Goal, PlacementScore, best_chain, score_assignment
-from nesa_node.routing.problem import Chain, Visit
 from nesa_node.topology.snapshot import Snapshot
 
 MAX_PIPELINE_SEARCH_NODES = 200

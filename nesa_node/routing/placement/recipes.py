@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from nesa_node.core.arrays import Floats, Ints
+from nesa_node.routing.chain_request import Chain
 from nesa_node.routing.placement.pipeline import (
     cut_pipeline,
     even_cuts,
@@ -21,7 +22,6 @@ from nesa_node.routing.placement.pipeline import (
     heuristic_pipeline,
 )
 from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem, window_sums
-from nesa_node.routing.problem import Chain
 from nesa_node.routing.search.minplus import nearest_transfer_s
 
 _EMPTY_LEVEL = 1e-9

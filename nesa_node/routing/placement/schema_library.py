@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.placement.placement_problem import PlacementProblem, make_placement_problem
 from nesa_node.routing.placement.recipes import Recipe
@@ -33,7 +33,7 @@ from nesa_node.routing.placement.schemas import (
     schema_costs,
 )
 from nesa_node.routing.placement.score import Goal
-from nesa_node.routing.tuning.scenarios import sample_snapshots
+from nesa_node.routing.tuner import sample_snapshots
 from nesa_node.topology.snapshot import Snapshot
 
 MIN_SNAPSHOTS = 16

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from nesa_node.core.arrays import Floats, Ints
-from nesa_node.core.extras import require_node
+from nesa_node.core.errors import require_node
 from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem
 from nesa_node.routing.placement.recipes import FillOrder, Recipe, apply_recipe
 from nesa_node.routing.placement.score import Goal, PlacementScore, score_assignment
-from nesa_node.topology.shape.features import compute_features
-from nesa_node.topology.shape.filtration import make_filtration
-from nesa_node.topology.shape.network_shape import compute_shape
+from nesa_node.topology.shape.merge_tree import make_filtration
+from nesa_node.topology.shape.network_shape import compute_features, compute_shape
 
 _QUANTILES = (0.1, 0.5, 0.9)
 _EPSILON = 1e-9

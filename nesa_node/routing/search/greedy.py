@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 
 from nesa_node.core.arrays import Floats, Ints
-from nesa_node.routing.problem import Chain, ChainProblem, Visit
+from nesa_node.routing.chain_request import Chain, ChainProblem, Visit
 from nesa_node.routing.search.minplus import holder_mask
 
 LoadTerm = Literal["seconds", "ratio"]

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.core.span import Span
-from nesa_node.routing.problem import Chain, ChainProblem, Visit
+from nesa_node.core.ids import Span
+from nesa_node.routing.chain_request import Chain, ChainProblem, Visit
 from nesa_node.topology.snapshot import zero_runs
 
 Mask = NDArray[np.bool_]

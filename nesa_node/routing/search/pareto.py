@@ -16,9 +16,8 @@ import numpy as np
 
 from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError
-from nesa_node.routing.problem import Chain, ChainProblem, step_time
-from nesa_node.routing.search.bottleneck import bottleneck_s
-from nesa_node.routing.search.exact import exact_latency
+from nesa_node.routing.chain_request import Chain, ChainProblem, step_time
+from nesa_node.routing.search.exact import bottleneck_s, exact_latency
 
 _NUM_WEIGHTS = 3
 _WEIGHT_DECADES = 4.0

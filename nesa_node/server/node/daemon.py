@@ -48,7 +48,7 @@ from nesa_node.server.orchestrator.launch import (
     orchestrate,
     run_follower,
 )
-from nesa_node.server.scheduler.executor import open_executor
+from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import Scheduler, open_scheduler
 from nesa_node.swarm.node import Swarm, open_swarm, probe_rtts
 from nesa_node.swarm.p2p.identity import Identity

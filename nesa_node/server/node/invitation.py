@@ -16,11 +16,11 @@ from pathlib import Path
 
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.errors import ConfigError, NesaError
+from nesa_node.core.ids import Span
 from nesa_node.core.known_swarms import KnownSwarmStore
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.declaration import default_known_swarms_dir
 from nesa_node.core.settings.models import NodeConfig, PeerConfig
-from nesa_node.core.span import Span
 from nesa_node.server.node.span_choice import NodeModel
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.node import Swarm

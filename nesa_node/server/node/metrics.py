@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import get_args
 
-from nesa_node.core import metric_names as names
+from nesa_node.core import metrics as names
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
@@ -16,7 +16,7 @@ from nesa_node.server.node.announcer import AnnouncedState
 from nesa_node.server.node.move_limiter import MoveOutcome
 from nesa_node.server.node.served_span import ServedSpan
 from nesa_node.server.node.span_runner import SpanRunner
-from nesa_node.server.session.handshake import REFUSAL_CODES
+from nesa_node.server.session.message_loop import REFUSAL_CODES
 from nesa_node.swarm.node import Swarm, model_samples, swarm_samples
 
 log = get_logger(__name__)

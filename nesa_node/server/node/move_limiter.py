@@ -20,9 +20,8 @@ from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from nesa_node.core.errors import SwarmError
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
-from nesa_node.core.span import Span
 from nesa_node.sharding.span_placement import plan_repairs, unheld_blocks
 from nesa_node.topology.snapshot import Snapshot
 

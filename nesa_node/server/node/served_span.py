@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.models import NodeConfig
-from nesa_node.core.span import Span
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.kernels.threads import IdleCores
 from nesa_node.engine.model.blocks import ModelBlocks
@@ -27,10 +27,10 @@ from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.files import show_progress
 from nesa_node.server.node.announcer import Announcer, Capacity
 from nesa_node.server.node.span_choice import NodeModel, count_cache_tokens
-from nesa_node.server.scheduler.executor import Executor
+from nesa_node.server.scheduler.batch import Executor
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.admission import Admission, AdmissionLimits
-from nesa_node.server.session.handshake import RefusalLog
+from nesa_node.server.session.message_loop import RefusalLog
 from nesa_node.server.session.session_server import SessionServer
 from nesa_node.swarm.node import Swarm
 

@@ -19,10 +19,9 @@ from nesa_node.core.errors import (
     ProtocolError,
     StreamClosedError,
 )
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.models import NodeConfig
-from nesa_node.core.span import Span
 from nesa_node.engine.model.devices import SpanThroughput, release_memory
 from nesa_node.server.node.announcer import Announcer, Capacity
 from nesa_node.server.node.invitation import print_invitation, ready_file, ready_file_fields
@@ -31,7 +30,7 @@ from nesa_node.server.node.served_span import ServedSpan, keep_speed_current, op
 from nesa_node.server.node.shutdown import Shutdown
 from nesa_node.server.node.span_choice import NodeModel, claim_span, fetch_snapshot, require_memory
 from nesa_node.server.scheduler.scheduler import Scheduler
-from nesa_node.server.session.handshake import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
 from nesa_node.server.session.session_server import SessionServer
 from nesa_node.sharding.span_placement import is_covered_without
 from nesa_node.swarm.node import Swarm

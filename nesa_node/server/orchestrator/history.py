@@ -19,7 +19,7 @@ from nesa_node.routing.placement.moves import RebalancePlan
 from nesa_node.server.orchestrator.learner import LearnedExponents
 from nesa_node.server.orchestrator.planner import PlacementDecision
 from nesa_node.server.orchestrator.snapshot_store import SnapshotStore
-from nesa_node.swarm.dht.notices import AnnouncedMove, PlacementNotice
+from nesa_node.swarm.dht.sealing import AnnouncedMove, PlacementNotice
 from nesa_node.topology.changes.triggers import HistoryEntry, Trigger, trigger_readings
 from nesa_node.topology.report import connection_heights, topology_report
 from nesa_node.topology.snapshot import Snapshot, snapshot_digest

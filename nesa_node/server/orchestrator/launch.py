@@ -17,12 +17,10 @@ from typing import Protocol
 
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError, SwarmError
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
-from nesa_node.core.metric_names import ORCHESTRATOR_LEADS
-from nesa_node.core.metrics import MetricRegistry, MetricSample
+from nesa_node.core.metrics import ORCHESTRATOR_LEADS, MetricRegistry, MetricSample
 from nesa_node.core.settings.models import NodeConfig, OrchestratorConfig
-from nesa_node.core.span import Span
 from nesa_node.routing.reputation import SpeedClaims
 from nesa_node.routing.succession import LeaseTerms
 from nesa_node.server.orchestrator.history import History
@@ -31,8 +29,8 @@ from nesa_node.server.orchestrator.orchestrator import Orchestrator, Orchestrato
 from nesa_node.server.orchestrator.placement_filter import PlacementFilter
 from nesa_node.server.orchestrator.planner import PlacementPlanner, Rebalancer, score_swarm
 from nesa_node.server.orchestrator.snapshot_store import SnapshotStore, snapshots_path
-from nesa_node.swarm.dht.notices import PlacementNotice
 from nesa_node.swarm.dht.records import filter_by_model
+from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notice_store import LeaseEligibility, LeaseKeeper, NoticeStore
 from nesa_node.topology.snapshot import Snapshot

@@ -24,7 +24,7 @@ from nesa_node.routing.placement.schema_library import decode_library
 from nesa_node.routing.placement.schemas import SchemaLibrary
 from nesa_node.routing.placement.score import Goal
 from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS
-from nesa_node.routing.tuning.tuner import parse_published, published_values
+from nesa_node.routing.tuner import parse_published, published_values
 from nesa_node.server.orchestrator.study import StudyRequest, StudyResult
 
 log = get_logger(__name__)

@@ -19,7 +19,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.server.orchestrator.history import History, decision_entry, is_same_reason
 from nesa_node.server.orchestrator.learner import LEARN_INTERVAL_S, Learner
 from nesa_node.server.orchestrator.planner import PlacementDecision, PlacementPlanner
-from nesa_node.swarm.dht.notices import PlacementNotice, TunedExponents
+from nesa_node.swarm.dht.sealing import PlacementNotice, TunedExponents
 from nesa_node.swarm.notice_store import LeaseKeeper, NoticeStore
 from nesa_node.topology.snapshot import Snapshot, snapshot_digest
 

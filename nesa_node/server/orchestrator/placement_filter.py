@@ -14,9 +14,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
-from nesa_node.core.span import Span
 from nesa_node.server.orchestrator.planner import (
     ScoreSwarm,
     SwarmScore,
@@ -25,7 +24,7 @@ from nesa_node.server.orchestrator.planner import (
     savings,
     stays_covered,
 )
-from nesa_node.swarm.dht.notices import AnnouncedMove, PlacementNotice
+from nesa_node.swarm.dht.sealing import AnnouncedMove, PlacementNotice
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)

@@ -16,8 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan
 from nesa_node.routing.placement.placement_problem import (
@@ -28,7 +27,7 @@ from nesa_node.routing.placement.placement_problem import (
 from nesa_node.routing.placement.rebalance import RebalancePolicy, no_moves, rebalance
 from nesa_node.routing.placement.schemas import SchemaChoice, SchemaLibrary, choose_schema
 from nesa_node.routing.placement.score import Goal, PlacementScore, score_assignment
-from nesa_node.swarm.dht.notices import MAX_MAGNITUDE, MAX_PLACEMENT_MOVES, AnnouncedMove
+from nesa_node.swarm.dht.sealing import MAX_MAGNITUDE, MAX_PLACEMENT_MOVES, AnnouncedMove
 from nesa_node.topology.changes.detector import (
     BlockHoldings,
     ChangeReport,
@@ -37,9 +36,13 @@ from nesa_node.topology.changes.detector import (
     PlanCostPair,
     judge_snapshot,
 )
-from nesa_node.topology.changes.shift import ConnectivitySnapshot, make_connectivity
-from nesa_node.topology.changes.triggers import Sensitivity, Trigger
-from nesa_node.topology.shape.filtration import round_trip_filtration
+from nesa_node.topology.changes.triggers import (
+    ConnectivitySnapshot,
+    Sensitivity,
+    Trigger,
+    make_connectivity,
+)
+from nesa_node.topology.shape.merge_tree import round_trip_filtration
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from nesa_node.routing.placement.schema_library import encode_library, precompute_library
 from nesa_node.routing.placement.score import Goal
 from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS
-from nesa_node.routing.tuning.tuner import parse_published, published_values, retune
+from nesa_node.routing.tuner import parse_published, published_values, retune
 from nesa_node.server.orchestrator.snapshot_store import read_snapshots
 
 MAX_STUDIED_SNAPSHOTS = 1000

@@ -9,9 +9,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
-from nesa_node.server.scheduler.microbatching import MicrobatchTuner
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.server.scheduler.batch import MicrobatchTuner
 from nesa_node.server.scheduler.session_queue import (
     MAX_DECODE_ROW_TOKENS,
     MAX_DECODE_STEP_TOKENS,

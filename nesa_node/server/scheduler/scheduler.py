@@ -14,14 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from nesa_node.compression.tensors import HiddenStates
-from nesa_node.core import metric_names as names
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core import metrics as names
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.devices import MAX_PREFILL_TOKENS, SpanThroughput
-from nesa_node.server.scheduler.batch import SessionBatch, run_batch
-from nesa_node.server.scheduler.executor import Executor
+from nesa_node.server.scheduler.batch import Executor, SessionBatch, run_batch
 from nesa_node.server.scheduler.policy import BatchPolicy
 from nesa_node.server.scheduler.session_queue import MAX_DECODE_ROW_TOKENS, SessionQueue
 from nesa_node.swarm.protocol.messages import Step

@@ -17,9 +17,8 @@ import torch
 
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import CacheFullError, ProtocolError
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
-from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.server.scheduler.batch import QueuedStep, SessionBatch, take_tokens

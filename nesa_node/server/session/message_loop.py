@@ -1,6 +1,7 @@
-"""Message loop of a session: its client's messages, its worker, and what ends it.
+"""A session's messages: handshake on its stream, its client's messages, and what ends it.
 
-Deadline of the sessions on a node that gives up its blocks.
+Refused streams and messages are logged at a limited rate, so that peers cannot fill the disk. A
+client that traces gets the node's part in the trace of a chain.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
-from nesa_node.core.logging import get_logger
+from nesa_node.core import tracing
+from nesa_node.core.errors import BusyError, FrameError, ProtocolError, StreamClosedError
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.logging import get_logger, session_name
+from nesa_node.core.tracing import NO_SPAN, TraceContext, TraceSpan
 from nesa_node.server.session.session import Session
 from nesa_node.swarm.protocol.link_encoder import report_arrival
 from nesa_node.swarm.protocol.messages import (
     AnyMessage,
+    Busy,
     Cancel,
     Close,
     ErrorMessage,
@@ -25,6 +30,7 @@ from nesa_node.swarm.protocol.messages import (
     Leaving,
     Link,
     Linked,
+    Open,
     Ping,
     Pong,
     Probe,
@@ -35,7 +41,7 @@ from nesa_node.swarm.protocol.messages import (
     RolledBack,
     Step,
 )
-from nesa_node.swarm.protocol.stream import MessageBudget
+from nesa_node.swarm.protocol.stream import MessageBudget, Stream
 
 BUSY_POLL_S = 0.5
 """Interval at which a busy session is asked whether it is still busy."""
@@ -229,3 +235,124 @@ async def _watch_drain(session: Session, drain: Drain) -> None:
         if left_s <= 0:
             raise ProtocolError("draining", "this node has given up its blocks")
         await asyncio.sleep(left_s)
+
+
+FIRST_MESSAGE_TIMEOUT_S = 10.0
+
+
+async def receive_first_message(stream: Stream) -> AnyMessage:
+    """Receive the first message. Raises `FrameError` if none arrives within
+    `FIRST_MESSAGE_TIMEOUT_S`."""
+    try:
+        async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
+            message, _ = await stream.receive()
+    except TimeoutError:
+        raise FrameError(f"nothing came for {FIRST_MESSAGE_TIMEOUT_S:.0f} s") from None
+    return message
+
+
+async def send_refusal(stream: Stream, error: ProtocolError, *, free_tokens: int = 0) -> None:
+    """Send the reason of a refusal; does not raise if the peer does not receive it."""
+    try:
+        async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT_S):
+            if isinstance(error, BusyError):
+                await stream.send(
+                    Busy(
+                        retry_after_s=error.retry_after_s,
+                        free_tokens=free_tokens,
+                        message=str(error)[:1024],
+                    )
+                )
+            else:
+                await stream.send(ErrorMessage(code=error.code, message=str(error)[:2048]))
+    except (ProtocolError, TimeoutError):
+        log.debug("refusal_not_delivered", peer=stream.peer)
+
+
+REFUSAL_PERIOD_S = 10.0
+MAX_LOGGED_REFUSALS = 20
+"""Most refusals logged in a period, of all peers together: identities are free."""
+
+
+REFUSAL_CODES = (
+    "bad_frame", "bad_link", "bad_position", "bad_prefix", "bad_rows", "bad_tensor", "busy",
+    "cache_full", "context_length", "downstream_lost", "draining", "future_epoch", "idle_timeout",
+    "not_a_member", "not_allowed", "not_computed", "not_donor", "not_finite", "not_linked",
+    "not_upstream", "session_exists", "stale_epoch", "stale_step", "step_conflict", "too_large",
+    "unexpected", "unknown_quality", "unknown_session", "version_mismatch", "wrong_blocks",
+    "wrong_model",
+)  # fmt: skip
+"""All codes of refusals, for metrics."""
+
+
+class RefusalLog:
+    """Logs the first `MAX_LOGGED_REFUSALS` refusals of each period, and how many more there were.
+
+    Counts all by code: refused `streams`, and `messages` refused in sessions that continued.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.streams: Counter[str] = Counter()
+        self.messages: Counter[str] = Counter()
+        self._clock = clock
+        self._period_began_at = clock()
+        self._count = 0
+
+    def record(self, *, peer: str, code: str, reason: str) -> None:
+        """Record that a stream was refused or a session ended by this node."""
+        self.streams[code] += 1
+        now = self._clock()
+        if now - self._period_began_at >= REFUSAL_PERIOD_S:
+            if self._count > MAX_LOGGED_REFUSALS:
+                log.warning("refusals_not_logged", count=self._count - MAX_LOGGED_REFUSALS)
+            self._period_began_at, self._count = now, 0
+        self._count += 1
+        if self._count <= MAX_LOGGED_REFUSALS:
+            log.info("stream_refused", peer=peer, code=code, reason=reason)
+
+
+class NodeTrace:
+    """Three trace spans per session, whatever its length: the session, its opening, its first step.
+
+    The client's trace context is validated and used for nothing else.
+    """
+
+    def __init__(self, opened: Open, own_peer: PeerId) -> None:
+        parent = TraceContext.parse(opened.trace) if opened.mode == "chain" else None
+        self._span = NO_SPAN if parent is None else _session_span(opened, own_peer, parent)
+        self._open_span = self._start_child("open")
+
+    def end_opening(self) -> None:
+        """End the opening span: the client is being answered."""
+        self._open_span.end()
+
+    def record_session(self, session: Session) -> None:
+        """Record the session's totals before it closes."""
+        if session.first_step_times is not None:
+            began_at, ended_at = session.first_step_times
+            self._start_child("first step", began_at).end(at=ended_at)
+        self._span.set_attributes(
+            {"nesa.steps": session.emitted_steps, "nesa.tokens": sum(session.state.lengths)}
+        )
+
+    def end(self, error: str | None = None) -> None:
+        """End the trace. Only the first call counts."""
+        self._open_span.end(error=error)
+        self._span.end(error=error)
+
+    def _start_child(self, name: str, began_at: float | None = None) -> TraceSpan:
+        context = self._span.context
+        return NO_SPAN if context is None else tracing.start_span(name, context, began_at=began_at)
+
+
+def _session_span(opened: Open, own: PeerId, parent: TraceContext) -> TraceSpan:
+    return tracing.start_span(
+        "node",
+        parent,
+        {
+            "nesa.session": session_name(opened.session),
+            "nesa.peer": own,
+            "nesa.blocks": str(Span(*opened.blocks)),
+            "nesa.rows": opened.rows,
+        },
+    )

@@ -8,9 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from nesa_node.core.errors import NesaError, NoAddressError, PeerUnreachableError, ProtocolError
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
-from nesa_node.core.span import Span
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.protocol.link_encoder import LinkEncoder, get_link_speed

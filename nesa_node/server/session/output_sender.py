@@ -18,8 +18,7 @@ from nesa_node.compression import tensors
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
-from nesa_node.server.session.session_state import SessionState
-from nesa_node.server.session.step_sequencer import MIN_THREADED_BYTES
+from nesa_node.server.session.session_state import MIN_THREADED_BYTES, SessionState
 from nesa_node.swarm.protocol.link_encoder import (
     UNCOMPRESSED,
     HiddenStatesSpec,

@@ -14,8 +14,12 @@ from nesa_node.core.logging import get_logger
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.admission import SessionGrant
 from nesa_node.server.session.output_sender import OutputSender
-from nesa_node.server.session.session_state import SessionState
-from nesa_node.server.session.step_sequencer import StepSequencer, content_key, decode_step
+from nesa_node.server.session.session_state import (
+    SessionState,
+    StepSequencer,
+    content_key,
+    decode_step,
+)
 from nesa_node.server.session.transfer import TRANSFER_CHUNK_TOKENS, SessionDonor, TransferReceiver
 from nesa_node.swarm.p2p.tasks import wait_until_done
 from nesa_node.swarm.protocol.link_encoder import LinkEncoder

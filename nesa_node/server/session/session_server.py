@@ -19,15 +19,20 @@ from nesa_node.core.errors import (
     StreamClosedError,
     VersionMismatchError,
 )
-from nesa_node.core.ids import ModelId, PeerId, SessionId
+from nesa_node.core.ids import ModelId, PeerId, SessionId, Span
 from nesa_node.core.logging import get_logger, session_name
-from nesa_node.core.span import Span
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.scheduler.session_queue import PRIORITIES
 from nesa_node.server.session.admission import Admission
-from nesa_node.server.session.handshake import RefusalLog, receive_first_message, send_refusal
-from nesa_node.server.session.message_loop import Drain, serve_session
+from nesa_node.server.session.message_loop import (
+    Drain,
+    NodeTrace,
+    RefusalLog,
+    receive_first_message,
+    send_refusal,
+    serve_session,
+)
 from nesa_node.server.session.neighbours import (
     NEIGHBOUR_TIMEOUT_S,
     NeighbourLookup,
@@ -37,10 +42,9 @@ from nesa_node.server.session.neighbours import (
 from nesa_node.server.session.output_sender import OutputSender
 from nesa_node.server.session.session import Session
 from nesa_node.server.session.session_state import SessionState, check_prefix
-from nesa_node.server.session.session_trace import NodeTrace
 from nesa_node.server.session.transfer import SessionDonor, TransferReceiver
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.p2p.membership import verify_membership
+from nesa_node.swarm.p2p.identity import verify_membership
 from nesa_node.swarm.protocol.link_encoder import LinkEncoder, get_link_speed, report_arrival
 from nesa_node.swarm.protocol.messages import (
     VERSION,

@@ -30,7 +30,7 @@ from nesa_node.swarm.p2p.hivemind_imports import (
     TimedStorage,
     dht_pb2,
 )
-from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.p2p.identity import Membership
 
 log = get_logger(__name__)
 

@@ -20,9 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from nesa_node.core.ids import ModelId, PeerId, model_name_candidates
+from nesa_node.core.ids import ModelId, PeerId, Span, model_name_candidates
 from nesa_node.core.settings.models import MAX_RECORD_TTL_S
-from nesa_node.core.span import Span
 from nesa_node.swarm.dht.sealing import (
     RECORD_KIND,
     STRICT,

@@ -46,7 +46,7 @@ from nesa_node.swarm.dht.message_codec import (
 from nesa_node.swarm.dht.validator import RecordValidator
 from nesa_node.swarm.p2p.control import MAX_UNARY_MESSAGE_BYTES, UnaryCalls
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, DHTProtocol, P2PContext, PeerID, dht_pb2
-from nesa_node.swarm.p2p.membership import TAG_BYTES, Membership
+from nesa_node.swarm.p2p.identity import TAG_BYTES, Membership
 
 MAX_KNOWN_PEERS = 4096
 

@@ -22,17 +22,19 @@ import msgspec
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.lru_table import LruTable
-from nesa_node.swarm.dht.notices import NOTICE_KINDS, Notice, notice_key
 from nesa_node.swarm.dht.records import ALL_NODES_KEY, NodeRecord, model_key
 from nesa_node.swarm.dht.sealing import (
+    NOTICE_KINDS,
     RECORD_KIND,
+    Notice,
     Statement,
     check_age,
+    notice_key,
     open_statement,
     read_kind,
 )
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, DHTProtocol, DHTRecord, RecordValidatorBase
-from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.p2p.identity import Membership
 
 _MAX_KNOWN_PEERS = 4096
 _FORGET_AFTER_S = 600.0

@@ -20,8 +20,7 @@ from typing import Any
 
 from nesa_node.core.errors import ConfigError, PeerUnreachableError, RemoteError, SwarmError
 from nesa_node.core.ids import PeerId
-from nesa_node.core.logging import get_logger
-from nesa_node.core.terminal_text import escape_lines, escape_text
+from nesa_node.core.logging import escape_lines, escape_text, get_logger
 from nesa_node.swarm.p2p.hivemind_imports import DecodeError, Multiaddr, p2pd_pb2
 from nesa_node.swarm.p2p.identity import PEER_ID_HEADER, base58_decode, base58_encode
 from nesa_node.swarm.p2p.p2pd import parse_multiaddr

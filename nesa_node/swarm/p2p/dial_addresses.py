@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.core.settings.peer_address import has_peer_id, parse_peer_address, split_tcp_address
+from nesa_node.core.settings.addresses import has_peer_id, parse_peer_address, split_tcp_address
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.swarm.p2p.identity import PEER_ID_HEADER, base58_encode, verify_signature
 from nesa_node.swarm.p2p.tasks import gather_until_first_answer

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.lru_table import LruTable
-from nesa_node.core.metric_names import HOP_RTT
+from nesa_node.core.metrics import HOP_RTT
 from nesa_node.swarm.p2p.pipe import Pipe
 from nesa_node.swarm.p2p.transport import Transport
 from nesa_node.topology.links.matrix import MAX_LINKS_PER_RECORD, MeasuredLink, peer_digest

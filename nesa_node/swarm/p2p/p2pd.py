@@ -25,8 +25,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from nesa_node.core.errors import AddressInUseError, ConfigError, SwarmError
-from nesa_node.core.logging import get_logger
-from nesa_node.core.terminal_text import escape_lines
+from nesa_node.core.logging import escape_lines, get_logger
 from nesa_node.swarm.p2p.hivemind_imports import P2PD_PATH, Multiaddr
 
 log = get_logger(__name__)

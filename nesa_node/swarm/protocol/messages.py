@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError
-from nesa_node.core.terminal_text import escape_text
+from nesa_node.core.logging import escape_text
 
 PROTOCOL = "/nesa/session"
 VERSION = (1, 5)
@@ -323,7 +323,7 @@ def encode_message(message: Message) -> bytes:
 def decode_message(header: bytes | bytearray | memoryview) -> AnyMessage:
     """Decode a header. Raises `FrameError` for anything but one well-formed, bounded message.
 
-    Texts for people are made plain: control characters are escaped (`core/terminal_text.py`).
+    Texts for people are made plain: control characters are escaped (`core/logging.py`).
     """
     try:
         return _with_plain_text(_decoder.decode(header))

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from nesa_node.topology.changes.shift import ConnectivitySnapshot, ShiftState, judge_shift
 from nesa_node.topology.changes.triggers import (
+    ConnectivitySnapshot,
     JitterHistory,
     Sensitivity,
+    ShiftState,
     Trigger,
     TriggerName,
     judge_jitter,
+    judge_shift,
 )
 from nesa_node.topology.shape.merge_tree import MergeTree
 

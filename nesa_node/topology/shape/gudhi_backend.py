@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from nesa_node.core.arrays import Floats
-from nesa_node.core.extras import require_node
+from nesa_node.core.errors import require_node
 
 # Of gudhi 3.13: each says `__license__ = "GPL v3"`, or "MIT (GPL v3 for sparsify_point_set)", or is
 # the compiled half of one that does. `gudhi.representations` imports two of them.

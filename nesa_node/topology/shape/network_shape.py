@@ -1,6 +1,7 @@
-"""Shape of a network: merge tree, H0, H1, and the median edge as its unit.
+"""Shape of a network: merge tree, H0, H1, the median edge as its unit, and its feature vector.
 
-H1 is the rings that no shorter links fill, with a cycle of nodes for each.
+H1 is the rings that no shorter links fill, with a cycle of nodes for each. The features are input
+of the regression that chooses placement schemas.
 
 Legend: N nodes, K landmarks, P classes.
 """
@@ -13,10 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from nesa_node.core.arrays import Ints
-from nesa_node.topology.shape.diagrams import PersistenceDiagram, betti_numbers, make_diagram
-from nesa_node.topology.shape.filtration import Filtration
 from nesa_node.topology.shape.gudhi_backend import TooManyTrianglesError, flag_pairs, rips_h1
-from nesa_node.topology.shape.merge_tree import MergeTree, merge_tree
+from nesa_node.topology.shape.merge_tree import (
+    Filtration,
+    MergeTree,
+    PersistenceDiagram,
+    betti_numbers,
+    make_diagram,
+    merge_tree,
+)
 
 Edge = tuple[int, int]
 
@@ -238,3 +244,55 @@ def compute_shape(
     )
     tree, unit = merge_tree(filtration), filtration.median_weight()
     return NetworkShape(tree, tree.diagram(), h1, loops, len(node), chosen, unit)
+
+
+# All lengths are relative to the median edge, so that swarms of any extent compare.
+BETTI_SCALES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5)
+_STATISTICS = ("count", "sum", "mean", "std", "median", "p90", "max", "entropy")
+
+
+def compute_features(shape: NetworkShape) -> dict[str, float]:
+    """Features of a shape: lifetime statistics and Betti curves of H0 and H1.
+
+    "unit" is the median edge in the filtration's own unit; all other lengths are relative to it.
+    "h0.betti@s" is the number of components at `s` times the unit, per node. Counts of H1 are per
+    node that it was computed on. Essential classes count in "parts" and Betti curves only.
+    """
+    unit = shape.median_edge or 1.0
+    h0, h1 = _scale_diagram(shape.h0, unit), _scale_diagram(shape.h1, unit)
+    nodes, sampled = len(shape.tree), len(shape.landmarks.node_K)
+    features = {
+        "nodes": float(nodes),
+        "unit": float(shape.median_edge),
+        "parts": float(h0.num_essential),
+    }
+    for name, diagram, size in (("h0", h0, nodes), ("h1", h1, sampled)):
+        values = zip(_STATISTICS, _lifetime_statistics(diagram, size), strict=True)
+        features |= {f"{name}.{statistic}": value for statistic, value in values}
+    for name, diagram, size in (("h0", h0, nodes), ("h1", h1, sampled)):
+        features |= {f"{name}.betti@{scale}": diagram.betti(scale) / size for scale in BETTI_SCALES}
+    return features
+
+
+def _scale_diagram(diagram: PersistenceDiagram, unit: float) -> PersistenceDiagram:
+    return make_diagram(diagram.dimension, diagram.birth_P / unit, diagram.death_P / unit)
+
+
+def _lifetime_statistics(diagram: PersistenceDiagram, nodes: int) -> list[float]:
+    """Lifetime statistics in the order of `_STATISTICS`; zeros if no class dies."""
+    life_P = diagram.lifetime_P[np.isfinite(diagram.death_P)]
+    if not len(life_P):
+        return [0.0] * len(_STATISTICS)
+    total = float(life_P.sum())
+    share_P = life_P / total
+    return [
+        len(life_P) / nodes,
+        total / nodes,
+        float(life_P.mean()),
+        float(life_P.std()),
+        float(np.median(life_P)),
+        float(np.quantile(life_P, 0.9)),
+        float(life_P.max()),
+        # Persistent entropy: 0 for a single class, 1 if all lifetimes are equal.
+        float(-(share_P * np.log(share_P)).sum() / np.log(max(len(life_P), 2))),
+    ]

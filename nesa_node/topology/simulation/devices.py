@@ -21,8 +21,7 @@ import numpy as np
 
 from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.topology.snapshot import NodeState
 
 GB = 10**9

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.topology.links.estimate import fill_links, fit_access_rates
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.simulation.devices import (

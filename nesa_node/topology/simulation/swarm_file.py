@@ -31,8 +31,7 @@ from msgspec import Meta
 
 from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.topology.geography import CITIES, Region, locations_array, min_rtt_ms
 from nesa_node.topology.links.estimate import estimate_rtt_ms
 from nesa_node.topology.links.expected_rtt import CABLE_STRETCH

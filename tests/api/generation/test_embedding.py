@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nesa_node.api.generation.embedding import MAX_SESSION_ROWS, MAX_SESSION_TOKENS, group_by_length
+from nesa_node.api.generation.decode_loop import (
+    MAX_SESSION_ROWS,
+    MAX_SESSION_TOKENS,
+    group_by_length,
+)
 from nesa_node.core.errors import ContextLengthError
 from tests.api.served import served_locally
 from tests.engine.tiny_models import POSITIONS, prompt_ids, reference

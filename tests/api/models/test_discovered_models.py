@@ -19,9 +19,8 @@ from nesa_node.api.models.discovery import (
 )
 from nesa_node.api.models.registry import ModelRegistry, OpenModel
 from nesa_node.core.errors import MissingBlocksError, ModelNotFoundError, ResourceError
-from nesa_node.core.ids import ModelId
+from nesa_node.core.ids import ModelId, Span
 from nesa_node.core.settings.models import ClientConfig
-from nesa_node.core.span import Span
 from nesa_node.engine.weights.checkpoint import compute_model_id, open_folder
 from nesa_node.swarm.dht.records import NodeStatus
 from nesa_node.swarm.node import open_swarm

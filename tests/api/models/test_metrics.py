@@ -14,7 +14,7 @@ from nesa_node.api.models.metrics import (
     MAX_ROUTES,
     GatewayMetrics,
 )
-from nesa_node.core import metric_names as names
+from nesa_node.core import metrics as names
 from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import Histogram, Metric
 

@@ -18,7 +18,7 @@ import torch
 from nesa_node.api.generation.grammar import json_schema_grammar
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
 from nesa_node.api.models.served_model import ServedModel, open_served_model
-from nesa_node.api.processes.fair_threads import FairThreadPool
+from nesa_node.api.processes.workers import FairThreadPool
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.core.errors import (
     ContextLengthError,
@@ -26,8 +26,8 @@ from nesa_node.core.errors import (
     SwarmError,
     UnsupportedModelError,
 )
+from nesa_node.core.ids import Span
 from nesa_node.core.settings.models import ClientConfig
-from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import PAGE_TOKENS
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.weights.checkpoint import open_folder

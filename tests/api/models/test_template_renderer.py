@@ -13,11 +13,7 @@ import psutil
 import pytest
 
 from nesa_node.api.models.sandbox import MAX_WAITING_RENDERINGS, TemplateRenderer
-from nesa_node.api.processes.child_processes import (
-    MAX_ANSWER_WALL_S,
-    ChildProcessPool,
-    ChildProgram,
-)
+from nesa_node.api.processes.workers import MAX_ANSWER_WALL_S, ChildProcessPool, ChildProgram
 from nesa_node.api.schemas import chat_template as templates
 from nesa_node.api.schemas.chat_request import ChatMessage, Tool
 from nesa_node.core.errors import BusyError

@@ -15,8 +15,7 @@ import pytest
 
 from nesa_node.api.generation.job import Delta, GenerationEvent, Job, PrefillDone
 from nesa_node.core.errors import BusyError, MissingBlocksError
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.wait_tracking import track_wait
 from tests.api.scripted import NAME, chat_body, events_of, says, serving, until
 

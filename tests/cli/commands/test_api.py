@@ -17,8 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from nesa_node.cli.app import run_command
-from nesa_node.cli.argv import fill_optional_values
+from nesa_node.cli.app import fill_optional_values, run_command
 from nesa_node.cli.services.gateway_process import make_gateway_runner
 from nesa_node.core.errors import AddressInUseError
 from nesa_node.core.settings.models import NodeConfig

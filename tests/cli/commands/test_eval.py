@@ -15,7 +15,7 @@ from nesa_node.cli.commands.eval import _measure_cells
 from nesa_node.cli.commands.eval_sample import limit_parts
 from nesa_node.core.known_swarms import KnownSwarmStore
 from nesa_node.core.wait_tracking import WaitTracker
-from nesa_node.evaluation.cells import Cell
+from nesa_node.evaluation.results import Cell
 from tests.cli.tiny import write_tiny_model
 from tests.evaluation.models import random_text
 

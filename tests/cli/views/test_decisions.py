@@ -11,8 +11,7 @@ import pytest
 
 from nesa_node.cli.app import run_command
 from nesa_node.core.decision_log import DecisionLog
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.server.orchestrator.history import decision_entry
 from nesa_node.server.orchestrator.planner import Rebalancer
 from nesa_node.topology.snapshot import NodeState, Snapshot

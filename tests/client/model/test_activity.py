@@ -13,8 +13,7 @@ import torch
 from nesa_node.client.model.activity import MAX_ENDED_SESSIONS, MAX_FAILOVERS, ActivityTracker
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.session.base import Failover
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chains import Hop
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS

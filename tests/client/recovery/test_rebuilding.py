@@ -23,8 +23,7 @@ from nesa_node.core.errors import (
     PeerUnreachableError,
     SwarmError,
 )
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.transport import Transport
 

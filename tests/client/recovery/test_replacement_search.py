@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from nesa_node.client.recovery import replacement_search as replacements
-from nesa_node.client.recovery.replacement_search import ReplacementSearch
+from nesa_node.client.recovery import failure_detector as replacements
+from nesa_node.client.recovery.failure_detector import ReplacementSearch
 from nesa_node.core.errors import PeerUnreachableError
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chains import Hop
 from nesa_node.topology.snapshot import NodeState, Snapshot
 

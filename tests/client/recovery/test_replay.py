@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nesa_node.client.recovery.replay import StepReplay
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.client.recovery.retry import StepReplay
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.chains import Hop
 from tests.client.scripted_nodes import request
 

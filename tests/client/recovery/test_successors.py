@@ -11,8 +11,7 @@ import pytest
 from nesa_node.client.recovery import successors as successors_module
 from nesa_node.client.recovery.successors import SuccessorPool
 from nesa_node.core.errors import MissingBlocksError, PeerUnreachableError
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.chains import Hop
 
 

@@ -8,9 +8,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from nesa_node.client.routing.latencies import MAX_PINGED, LatencyView
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.client.routing.measurements import MAX_PINGED, LatencyView
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.swarm.p2p.link_measurements import LinkSpeeds, RttTable
 from nesa_node.topology.snapshot import NodeState, Snapshot
 

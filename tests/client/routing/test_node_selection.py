@@ -16,15 +16,14 @@ from nesa_node.client.routing.node_selection import MAX_INLINE_PLAN_NODES, NodeS
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
 from nesa_node.core.errors import BusyError, MissingBlocksError, PeerUnreachableError, RefusedError
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.settings.choices import Precision
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.core.settings.declaration import Precision
 from nesa_node.core.wait_tracking import WaitTracker
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS
 from nesa_node.routing.strategies import GreedyStrategy, make_strategy
-from nesa_node.routing.tuning.tuner import published_values
-from nesa_node.swarm.dht.notices import PlacementNotice
+from nesa_node.routing.tuner import published_values
+from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.swarm.p2p.link_measurements import LinkSpeeds, RttTable
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.notice_fields import PEERS, make_notice

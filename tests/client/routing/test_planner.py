@@ -7,8 +7,7 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 from nesa_node.client.routing.planner import ChainPlanner
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chains import Hop
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.client.scripted_nodes import request

@@ -17,8 +17,7 @@ from nesa_node.client.session.base import PrefixStart
 from nesa_node.client.session.hop import HopLink
 from nesa_node.client.session.hop_opening import HopOpener
 from nesa_node.core.errors import NoAddressError, PeerUnreachableError
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.chains import Hop
 from tests.client.scripted_nodes import ScriptedNode, ScriptedSearch, request
 

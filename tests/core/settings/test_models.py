@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import Span
 from nesa_node.core.settings.models import (
     ALL_CONFIGS,
     ClientConfig,
@@ -20,7 +21,6 @@ from nesa_node.core.settings.models import (
     SharedConfig,
 )
 from nesa_node.core.settings.sources import load_config
-from nesa_node.core.span import Span
 
 PEER = "/ip4/192.0.2.7/tcp/4001/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 

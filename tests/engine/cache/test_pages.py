@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nesa_node.core.errors import CacheFullError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.cache.pages import (
     PAGE_TOKENS,
     CacheReservation,

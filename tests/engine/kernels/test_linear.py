@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.kernels import machine_code
 from nesa_node.engine.kernels.linear import (
     DTYPE_NAMES,

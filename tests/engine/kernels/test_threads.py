@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.kernels import threads as module
 from nesa_node.engine.kernels.machine_code import set_num_threads
 from nesa_node.engine.kernels.threads import (

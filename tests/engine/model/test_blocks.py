@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nesa_node.core.errors import ContextLengthError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.cache.pages import PAGE_TOKENS
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.devices import (

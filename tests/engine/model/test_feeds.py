@@ -12,7 +12,7 @@ import torch
 
 from nesa_node.compression import tensors
 from nesa_node.compression.tensors import HiddenStates
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, StepBuffers
 from nesa_node.engine.model.fused_decoder import COMPILED_MAX_TOKENS, CompiledDecoder
 from nesa_node.engine.model.loading import load_blocks

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.kernels.linear import DTYPE_NAMES
 from nesa_node.engine.kernels.machine_code import NativeFunction, compile_functions, load_functions

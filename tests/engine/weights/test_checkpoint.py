@@ -15,7 +15,7 @@ from nesa_node.core.errors import (
     UnsafeCheckpointError,
     UnsupportedModelError,
 )
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.kernels.machine_code import HUGE_PAGE_BYTES, copy_to_huge_pages
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.families import FAMILIES

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from nesa_node.core.errors import ModelNotFoundError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.weights import demo_model
 from nesa_node.engine.weights.demo_model import DEMO_MODEL_NAME, demo_model_path
 from tests.engine.chained import Chain, Run

@@ -16,7 +16,7 @@ from transformers.core_model_loading import (
 )
 
 from nesa_node.core.errors import CorruptCheckpointError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.skeleton import is_expert_stacking, stack_experts
 from tests.engine.chained import open_local

@@ -14,7 +14,7 @@ from nesa_node.core.errors import (
     ModelNotFoundError,
     UnsafeCheckpointError,
 )
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.hub import open_checkpoint

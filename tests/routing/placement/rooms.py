@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from nesa_node.core.ids import PeerId
+from nesa_node.routing.chain_request import ChainProblem
 from nesa_node.routing.placement.placement_problem import PlacementProblem
-from nesa_node.routing.problem import ChainProblem
 
 
 def random_room(

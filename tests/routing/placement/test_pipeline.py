@@ -5,11 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-from nesa_node.routing.placement import bound, pipeline
-from nesa_node.routing.placement.bound import fluid_latency_bound_s, latency_bound_s
+from nesa_node.routing.chain_request import Chain, step_time
+from nesa_node.routing.placement import pipeline
+from nesa_node.routing.placement import score as bound
 from nesa_node.routing.placement.pipeline import cut_pipeline, find_pipeline, quickest_cuts
 from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem
-from nesa_node.routing.problem import Chain, step_time
+from nesa_node.routing.placement.score import fluid_latency_bound_s, latency_bound_s
 from tests.routing.placement.rooms import random_room
 
 

@@ -7,9 +7,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
-from nesa_node.routing.chain_request import ChainRequest, build_problem
+from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.routing.chain_request import (
+    Chain,
+    ChainProblem,
+    ChainRequest,
+    build_problem,
+    step_time,
+)
 from nesa_node.routing.placement.assignment_search import (
     MAX_ASSIGNMENTS,
     count_assignments,
@@ -23,7 +28,6 @@ from nesa_node.routing.placement.placement_problem import (
 from nesa_node.routing.placement.plan import find_assignment, improve_assignment, plan_placement
 from nesa_node.routing.placement.recipes import RECIPES, apply_recipe
 from nesa_node.routing.placement.score import Goal, score_assignment
-from nesa_node.routing.problem import Chain, ChainProblem, step_time
 from nesa_node.routing.search.exact import solve_latency
 from nesa_node.topology.simulation.world import World, make_world
 from nesa_node.topology.snapshot import NodeState, Snapshot

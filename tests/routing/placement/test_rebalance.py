@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan, move_cost, schedule_waves
 from nesa_node.routing.placement.placement_problem import Assignment

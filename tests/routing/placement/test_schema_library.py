@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.placement import schema_library as precompute_module
 from nesa_node.routing.placement.placement_problem import make_placement_problem

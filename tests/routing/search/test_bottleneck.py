@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.routing.problem import Chain, ChainProblem, Visit, check_chain, step_time
-from nesa_node.routing.search.bottleneck import bottleneck_s, solve_bottleneck
+from nesa_node.routing.chain_request import Chain, ChainProblem, Visit, check_chain, step_time
+from nesa_node.routing.search.exact import bottleneck_s, solve_bottleneck
 from tests.routing.problems import least_by_trying_everything, random_problem, small_problem
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.routing.problem import Chain, ChainProblem, Visit, step_time
+from nesa_node.routing.chain_request import Chain, ChainProblem, Visit, step_time
 from nesa_node.routing.search.exact import exact_latency, merge_revisits, solve_latency
 from tests.routing.problems import (
     covered_problem,

@@ -7,7 +7,7 @@ import pytest
 
 from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError
-from nesa_node.routing.problem import Chain, ChainProblem, check_chain, step_time
+from nesa_node.routing.chain_request import Chain, ChainProblem, check_chain, step_time
 from nesa_node.routing.search.exact import exact_latency
 from nesa_node.routing.search.pareto import measure_objectives, pareto_front
 from tests.routing.problems import covered_problem, least_by_trying_everything

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS, GreedyParameters
-from nesa_node.routing.tuning.scenarios import (
+from nesa_node.routing.tuner import (
+    MIN_SNAPSHOTS,
     make_scenarios,
+    parse_published,
+    published_values,
     request_beside_node,
+    retune,
     sample_snapshots,
     time_ratios,
 )
-from nesa_node.routing.tuning.tuner import MIN_SNAPSHOTS, parse_published, published_values, retune
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import Snapshot
 from tests.topology.simulation.churn import simulate_churn

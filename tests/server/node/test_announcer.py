@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from nesa_node.core.errors import SwarmError
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.server.node import announcer as announcer_module
 from nesa_node.server.node.announcer import Announcer, Capacity, NodeFacts
 from nesa_node.swarm.dht.records import NodeStatus

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from nesa_node.core.ids import Span
 from nesa_node.core.settings.models import NodeConfig, PeerConfig
-from nesa_node.core.span import Span
 from nesa_node.server.node.daemon import run_bootstrap, serve_node
 from tests.cli.tiny import BLOCKS, write_tiny_model
 from tests.swarm.local_swarm import LOOPBACK, local_swarm

@@ -14,12 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nesa_node.cli.services.local_swarm import LocalNode
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
-from nesa_node.core import metric_names as names
+from nesa_node.core import metrics as names
+from nesa_node.core.ids import Span
 from nesa_node.core.metrics import Metric
-from nesa_node.core.span import Span
 from nesa_node.engine.weights.checkpoint import compute_model_id
 from nesa_node.engine.weights.hub import open_checkpoint
-from nesa_node.server.session import handshake as refusal_log
+from nesa_node.server.session import message_loop as refusal_log
 from nesa_node.swarm import node as swarm_metrics
 from tests.cli.tiny import BLOCKS, VOCABULARY, write_tiny_model
 from tests.swarms import Daemons, daemons

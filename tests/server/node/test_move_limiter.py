@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.server.node.move_limiter import HOUR_S, MoveLimiter
 
 SPAN, OTHER = Span(0, 3), Span(3, 6)

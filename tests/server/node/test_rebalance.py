@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.server.node.move_limiter import MoveLimiter, fill_holes
 from nesa_node.sharding.span_placement import plan_repairs
 from nesa_node.topology.snapshot import Snapshot

@@ -11,7 +11,7 @@ import pytest
 from nesa_node.engine.model.devices import MeasurementCancelled, SpanThroughput
 from nesa_node.server.node import served_span as speed
 from nesa_node.server.node.served_span import RemeasurePolicy, keep_speed_current, speeds_differ
-from nesa_node.server.scheduler.executor import open_executor
+from nesa_node.server.scheduler.batch import open_executor
 
 
 def test_the_figure_of_the_start_is_measured_again_as_soon_as_it_may() -> None:

@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.server.node import span_runner as spans_module
 from nesa_node.server.node.move_limiter import MoveLimiter
 from nesa_node.server.node.shutdown import Shutdown

@@ -11,11 +11,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from nesa_node.core.ids import Span
 from nesa_node.core.settings.models import NodeConfig
-from nesa_node.core.span import Span
 from nesa_node.server.orchestrator import launch as orchestrate
 from nesa_node.server.orchestrator.launch import follow_placements, run_follower
-from nesa_node.swarm.dht.notices import PlacementNotice
+from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.topology.snapshot import Snapshot
 from tests.server.small_swarm import (
     BLOCKS,

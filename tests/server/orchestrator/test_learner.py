@@ -21,7 +21,7 @@ from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.ids import ModelId
 from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS, GreedyParameters
 from nesa_node.routing.succession import LeaseTerms
-from nesa_node.routing.tuning.tuner import published_values
+from nesa_node.routing.tuner import published_values
 from nesa_node.server.orchestrator import learner as learner_module
 from nesa_node.server.orchestrator.history import History
 from nesa_node.server.orchestrator.learner import LearnedExponents, Learner
@@ -29,7 +29,7 @@ from nesa_node.server.orchestrator.orchestrator import Orchestrator, Orchestrato
 from nesa_node.server.orchestrator.planner import Rebalancer
 from nesa_node.server.orchestrator.snapshot_store import SnapshotStore
 from nesa_node.server.orchestrator.study import StudyRequest, StudyResult
-from nesa_node.swarm.dht.notices import PlacementNotice, TunedExponents
+from nesa_node.swarm.dht.sealing import PlacementNotice, TunedExponents
 from nesa_node.swarm.notice_store import LeaseKeeper
 from nesa_node.topology.changes.triggers import HistoryEntry
 from nesa_node.topology.simulation.world import make_world

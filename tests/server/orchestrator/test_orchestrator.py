@@ -15,9 +15,8 @@ import pytest
 
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.settings.models import OrchestratorConfig
-from nesa_node.core.span import Span
 from nesa_node.routing.succession import LeaseTerms
 from nesa_node.server.orchestrator.history import History, is_same_reason
 from nesa_node.server.orchestrator.launch import find_model, follow_placements, orchestrate
@@ -29,7 +28,7 @@ from nesa_node.server.orchestrator.planner import (
     _finite,
     score_swarm,
 )
-from nesa_node.swarm.dht.notices import MAX_MAGNITUDE, AnnouncedMove, PlacementNotice
+from nesa_node.swarm.dht.sealing import MAX_MAGNITUDE, AnnouncedMove, PlacementNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notice_store import LeaseKeeper
 from nesa_node.topology.changes.triggers import Sensitivity

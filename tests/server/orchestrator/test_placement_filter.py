@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.server.orchestrator.placement_filter import PlacementFilter
 from nesa_node.server.orchestrator.planner import SwarmScore
-from nesa_node.swarm.dht.notices import PlacementNotice
+from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.topology.links.matrix import assemble_links
 from nesa_node.topology.snapshot import Snapshot
 from tests.server.small_swarm import (

@@ -12,7 +12,7 @@ import pytest
 
 from nesa_node.cli.app import run_command
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.server.orchestrator.history import History
 from nesa_node.server.orchestrator.planner import Rebalancer
 from nesa_node.server.orchestrator.snapshot_store import (

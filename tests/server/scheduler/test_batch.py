@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import CacheFullError
-from nesa_node.core.span import Span
+from nesa_node.core.ids import Span
 from nesa_node.engine.cache.pages import PagePool
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.weights.families import CacheHeads

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nesa_node.server.scheduler.executor import Executor, open_executor
+from nesa_node.server.scheduler.batch import Executor, open_executor
 
 
 @pytest.mark.parametrize("cancellations", [1, 2, 5])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nesa_node.server.scheduler.microbatching import (
+from nesa_node.server.scheduler.batch import (
     MAX_MICROBATCHES,
     MAX_TRACKED_CONFIGURATIONS,
     MAX_TRIAL_S,

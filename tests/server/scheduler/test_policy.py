@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.server.scheduler.policy import (
     ARRIVAL_WAIT_FRACTION,
     IDLE_GAP_FRACTION,

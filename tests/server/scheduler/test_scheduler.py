@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from nesa_node.compression.tensors import HiddenStates
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.engine.cache.pages import pages_for
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, TokenSlice
-from nesa_node.server.scheduler.executor import open_executor
+from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import INLINE_BUDGET_S, Scheduler, open_scheduler
 from nesa_node.server.scheduler.session_queue import SessionQueue
 from nesa_node.swarm.protocol.messages import RowSlice, Step

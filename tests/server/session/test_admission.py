@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from nesa_node.core.errors import BusyError, ProtocolError
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.models import NodeConfig
-from nesa_node.core.span import Span
 from nesa_node.engine.cache.pages import PAGE_TOKENS, PagePool
 from nesa_node.engine.weights.families import CacheHeads
 from nesa_node.server.node.served_span import _limits

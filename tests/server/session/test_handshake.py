@@ -2,7 +2,7 @@
 
 from structlog.testing import capture_logs
 
-from nesa_node.server.session.handshake import MAX_LOGGED_REFUSALS, REFUSAL_PERIOD_S, RefusalLog
+from nesa_node.server.session.message_loop import MAX_LOGGED_REFUSALS, REFUSAL_PERIOD_S, RefusalLog
 
 
 def test_only_the_first_refusals_of_a_period_are_told_and_the_others_counted() -> None:

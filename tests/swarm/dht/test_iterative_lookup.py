@@ -32,8 +32,7 @@ from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.node import _dht_node
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, PeerID, dht_pb2
-from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.p2p.identity import Identity, Membership
 from tests.swarm.local_swarm import eventually
 from tests.swarm.record_fields import MODEL_ID, make_record
 

@@ -21,8 +21,7 @@ from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import dht_id
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, MSGPackSerializer
-from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.p2p.identity import Identity, Membership
 from tests.swarm.local_swarm import dht_node, local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_record, make_status
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from nesa_node.core.errors import RecordError
+from nesa_node.core.ids import Span
 from nesa_node.core.settings.models import MAX_RECORD_TTL_S
-from nesa_node.core.span import Span
 from nesa_node.swarm.dht.records import (
     MAX_ADDRESSES,
     MAX_RECORD_BYTES,
@@ -20,8 +20,7 @@ from nesa_node.swarm.dht.records import (
     majority_num_blocks,
 )
 from nesa_node.swarm.dht.sealing import CLOCK_SKEW_S, check_age, open_statement, seal_statement
-from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.p2p.identity import Identity, Membership
 from tests.swarm.record_fields import make_record, make_status
 
 NOW = 1_800_000_000.0

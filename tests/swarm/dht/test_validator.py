@@ -11,8 +11,7 @@ from nesa_node.swarm.dht.records import ALL_NODES_KEY, MAX_RECORD_BYTES, NodeRec
 from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.p2p.hivemind_imports import DHTProtocol, DHTRecord, MSGPackSerializer
-from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.p2p.membership import Membership
+from nesa_node.swarm.p2p.identity import Identity, Membership
 from tests.swarm.record_fields import MODEL_ID, make_record
 
 NOW = 1_800_000_000.0

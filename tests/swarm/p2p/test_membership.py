@@ -6,7 +6,7 @@ import pytest
 import nesa_node
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId, SessionId
-from nesa_node.swarm.p2p.membership import Membership, membership_proof, verify_membership
+from nesa_node.swarm.p2p.identity import Membership, membership_proof, verify_membership
 
 KEY = "correct horse battery staple"
 SESSION = SessionId(bytes(16))

@@ -13,9 +13,8 @@ from nesa_node.topology.changes.detector import (
     PlanCostPair,
     judge_snapshot,
 )
-from nesa_node.topology.changes.shift import make_connectivity
-from nesa_node.topology.changes.triggers import Sensitivity, Trigger
-from nesa_node.topology.shape.filtration import make_filtration
+from nesa_node.topology.changes.triggers import Sensitivity, Trigger, make_connectivity
+from nesa_node.topology.shape.merge_tree import make_filtration
 
 COUNT = 12
 PEERS = tuple(f"n{node}" for node in range(COUNT))

@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nesa_node.topology.shape.diagrams import PersistenceDiagram, betti_numbers
-from nesa_node.topology.shape.filtration import Filtration, make_filtration
-from nesa_node.topology.shape.merge_tree import merge_tree
+from nesa_node.topology.shape.merge_tree import (
+    Filtration,
+    PersistenceDiagram,
+    betti_numbers,
+    make_filtration,
+    merge_tree,
+)
 from nesa_node.topology.shape.network_shape import longest_loops, loop_diagram
 from tests.topology.shape import reduction
 

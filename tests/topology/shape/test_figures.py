@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from nesa_node.topology.shape.filtration import make_filtration
+from nesa_node.topology.shape.merge_tree import make_filtration
 from nesa_node.topology.shape.network_shape import compute_shape, longest_loops
 from tests.topology.shape import reduction
 from tests.topology.shape.reduction import Simplex

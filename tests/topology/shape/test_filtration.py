@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nesa_node.topology.shape.filtration import (
+from nesa_node.topology.shape.merge_tree import (
     geographic_filtration,
     make_filtration,
     network_filtration,

@@ -5,7 +5,7 @@ import sys
 PROGRAM = """
 import sys
 import nesa_node
-from nesa_node.topology.shape.features import compute_features
+from nesa_node.topology.shape.network_shape import compute_features
 from nesa_node.topology.shape.gudhi_backend import GPL_MODULES
 from nesa_node.topology.shape.network_shape import compute_shape
 import nesa_node.topology.report
@@ -13,7 +13,7 @@ early = {name for name in ("gudhi", "scipy", "sklearn") if name in sys.modules}
 assert not early, f"imported before they are needed: {early}"
 
 import numpy as np
-from nesa_node.topology.shape.filtration import make_filtration
+from nesa_node.topology.shape.merge_tree import make_filtration
 point_N2 = np.random.default_rng(0).random((40, 2))
 distance_NN = np.hypot(*(point_N2[:, None] - point_N2).transpose(2, 0, 1))
 seen = compute_shape(make_filtration((distance_NN + distance_NN.T) / 2))

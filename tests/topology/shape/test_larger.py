@@ -12,10 +12,12 @@ from scipy.spatial.distance import squareform
 
 from nesa_node.core.arrays import Floats, Ints
 from nesa_node.topology.shape import gudhi_backend as backend
-from nesa_node.topology.shape.filtration import Filtration, geographic_filtration, make_filtration
 from nesa_node.topology.shape.merge_tree import (
+    Filtration,
     MergeTree,
+    geographic_filtration,
     leaf_heights,
+    make_filtration,
     mean_difference,
     merge_tree,
     quantile_heights,

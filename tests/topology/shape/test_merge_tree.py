@@ -1,7 +1,6 @@
 import numpy as np
 
-from nesa_node.topology.shape.filtration import make_filtration
-from nesa_node.topology.shape.merge_tree import merge_tree
+from nesa_node.topology.shape.merge_tree import make_filtration, merge_tree
 
 
 def test_a_branch_is_whole_if_all_its_leaves_are() -> None:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nesa_node.topology.shape.filtration import make_filtration
-from nesa_node.topology.shape.merge_tree import merge_tree, quantile_heights
+from nesa_node.topology.shape.merge_tree import make_filtration, merge_tree, quantile_heights
 
 
 def minimax(weight_NN: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -10,8 +10,8 @@ import time
 import numpy as np
 from nesa_node.topology.shape import gudhi_backend
 from nesa_node.topology.shape.merge_tree import quantile_heights
-from nesa_node.topology.shape.features import compute_features
-from nesa_node.topology.shape.filtration import make_filtration
+from nesa_node.topology.shape.network_shape import compute_features
+from nesa_node.topology.shape.merge_tree import make_filtration
 from nesa_node.topology.shape.network_shape import compute_shape
 
 def peak_mb():

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import PeerId
-from nesa_node.core.span import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.topology.simulation.devices import DEVICES, LLAMA_70B
 from nesa_node.topology.simulation.newcomer import add_newcomers, parse_newcomer
 from nesa_node.topology.simulation.swarm_file import SwarmFile, parse_swarm_file

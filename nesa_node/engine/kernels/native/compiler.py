@@ -16,8 +16,8 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from nesa_node.engine.kernels.native import decoder_ops, matmul
-from nesa_node.engine.kernels.native.amx_matmul import amx_matmul
 from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
+from nesa_node.engine.kernels.native.matmul import amx_matmul
 
 FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
     "product": matmul.matmul,
