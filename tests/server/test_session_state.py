@@ -55,7 +55,7 @@ async def test_successor_forgets_rows_that_are_reordered(
         await peer.output()
         (session,) = node.server._sessions.values()
         kept: list[Sequence[int]] = []
-        monkeypatch.setattr(session._donor, "truncate", kept.append)
+        monkeypatch.setattr(session.donor, "truncate", kept.append)
         peer.reorder([2, 0, 0])
         await peer.wire.hear_a(Reordered)
         assert kept == [[0, 0, 0]]

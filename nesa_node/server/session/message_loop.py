@@ -62,9 +62,7 @@ class Drain:
         return self._began.is_set()
 
     def begin(self, timeout_s: float, idle_s: float | None = None) -> None:
-        """Give sessions `timeout_s`, and those that do nothing only `idle_s`. A second call cannot
-        extend it.
-        """
+        """Give sessions `timeout_s`, idle ones only `idle_s`. A second call cannot extend it."""
         now = self._clock()
         until = now + timeout_s
         self._until = min(self._until, until) if self.has_begun else until
@@ -79,9 +77,7 @@ class Drain:
         return max(self._until - self._clock(), 0.0)
 
     def session_remaining_s(self, active_at: float, *, busy: bool) -> float:
-        """Seconds until to ask again about a session last active at `active_at`; 0: it must end
-        now.
-        """
+        """Seconds until to ask again about a session last active at `active_at`; 0: it ends now."""
         idle_s = math.inf if self._idle_s is None else self._idle_s
         idle_left_s = max(active_at, self._began_at) + idle_s - self._clock()
         if busy and math.isfinite(idle_s):
@@ -204,11 +200,11 @@ async def _apply_message(session: Session, message: AnyMessage, payload: bytearr
                 )
             )
         case Received():
-            session.client_wire.record_arrival(message)
+            session.sender.client_wire.record_arrival(message)
         case Probe():
             pass
         case Close():
-            session.publish_prefix(message.prefix)
+            session.state.publish_prefix_as(message.prefix)
             raise _SessionEnded
         case Cancel():
             raise _SessionEnded
@@ -230,7 +226,7 @@ async def _watch_drain(session: Session, drain: Drain) -> None:
     await drain.wait()
     await session.client.send(Leaving(seconds=drain.remaining_s))
     while True:
-        busy = session.is_busy or session.is_handing_over
+        busy = session.is_busy or session.donor.is_busy
         left_s = drain.session_remaining_s(session.active_at, busy=busy)
         if left_s <= 0:
             raise ProtocolError("draining", "this node has given up its blocks")

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from nesa_node.core.errors import NesaError, NoAddressError, PeerUnreachableError, ProtocolError
 from nesa_node.core.ids import ModelId, PeerId, Span
@@ -27,6 +28,8 @@ from nesa_node.swarm.protocol.messages import (
 from nesa_node.swarm.protocol.stream import Stream, peer_timeout
 
 log = get_logger(__name__)
+
+Welcome = TypeVar("Welcome", PushOpened, TransferOpened)
 
 NEIGHBOUR_TIMEOUT_S = 10.0
 """Longest wait of neighbours for each other while they are linked."""
@@ -124,13 +127,12 @@ async def dial_downstream(
         version=VERSION, session=opened.session, secret=opened.secret, epoch=epoch
     )
     stream, answer = await _dial_neighbour(lookup, downstream, introduction, PushOpened)
-    codecs = answer.codecs if isinstance(answer, PushOpened) else ()
     try:
         speed = await get_link_speed(lookup.swarm, stream.peer, opened.quality)
     except BaseException:
         await stream.close()
         raise
-    return stream, LinkEncoder(opened.quality, codecs, speed)
+    return stream, LinkEncoder(opened.quality, answer.codecs, speed)
 
 
 async def dial_successor(lookup: NeighbourLookup, opened: Open, successor: Downstream) -> Stream:
@@ -144,8 +146,8 @@ async def _dial_neighbour(
     lookup: NeighbourLookup,
     neighbour: Downstream,
     introduction: PushOpen | TransferOpen,
-    welcome: type[PushOpened | TransferOpened],
-) -> tuple[Stream, PushOpened | TransferOpened]:
+    welcome: type[Welcome],
+) -> tuple[Stream, Welcome]:
     """Open a stream to a peer with a record that covers the blocks, and return its answer."""
     peer = PeerId(neighbour.peer)
     try:
@@ -156,7 +158,16 @@ async def _dial_neighbour(
             raise PeerUnreachableError(f"{peer} announces {record.span}")
         stream = await _open_stream(lookup, peer, record.addresses)
         try:
-            answer = await _shake_hands(stream, introduction, welcome)
+            async with peer_timeout(
+                stream.peer, NEIGHBOUR_TIMEOUT_S + 2, "opening a stream between nodes"
+            ):
+                await stream.send(introduction)
+                answer, _ = await stream.receive()
+            if not isinstance(answer, welcome):
+                words = (
+                    answer.message if isinstance(answer, ErrorMessage) else type(answer).__name__
+                )
+                raise PeerUnreachableError(f"it answered: {words}")
         except BaseException:
             await stream.close()
             raise
@@ -184,17 +195,3 @@ async def _open_stream(lookup: NeighbourLookup, peer: PeerId, addresses: Sequenc
             swarm.failure_reporter.record_failure(lookup.model_id, peer, "lost")
         raise
     return Stream(peer, reader, writer)
-
-
-async def _shake_hands(
-    stream: Stream,
-    introduction: PushOpen | TransferOpen,
-    welcome: type[PushOpened | TransferOpened],
-) -> PushOpened | TransferOpened:
-    async with peer_timeout(stream.peer, NEIGHBOUR_TIMEOUT_S + 2, "opening a stream between nodes"):
-        await stream.send(introduction)
-        answer, _ = await stream.receive()
-    if not isinstance(answer, welcome):
-        words = answer.message if isinstance(answer, ErrorMessage) else type(answer).__name__
-        raise PeerUnreachableError(f"it answered: {words}")
-    return answer

@@ -13,6 +13,7 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.admission import SessionGrant
+from nesa_node.server.session.neighbours import NEIGHBOUR_TIMEOUT_S
 from nesa_node.server.session.output_sender import OutputSender
 from nesa_node.server.session.session_state import (
     SessionState,
@@ -22,8 +23,7 @@ from nesa_node.server.session.session_state import (
 )
 from nesa_node.server.session.transfer import TRANSFER_CHUNK_TOKENS, SessionDonor, TransferReceiver
 from nesa_node.swarm.p2p.tasks import wait_until_done
-from nesa_node.swarm.protocol.link_encoder import LinkEncoder
-from nesa_node.swarm.protocol.messages import Downstream, Link, Pages, Prefix, Step, Sync
+from nesa_node.swarm.protocol.messages import Downstream, Link, Pages, Step, Sync
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer
 from nesa_node.swarm.protocol.stream import Stream
 
@@ -70,8 +70,8 @@ class Session:
         self._queue = state.queue
         self._scheduler = scheduler
         self._grant = grant
-        self._sender = sender
-        self._donor = donor
+        self.sender = sender
+        self.donor = donor
         self._receiver: TransferReceiver | None = receiver
         self._transfer_lock = asyncio.Lock()
         self._emit_lock = asyncio.Lock()
@@ -99,23 +99,13 @@ class Session:
     @property
     def last_pushed_step(self) -> int:
         """The last step of this epoch that was begun to be pushed; -1 without one."""
-        epoch, step = self._sender.last_pushed
+        epoch, step = self.sender.last_pushed
         return step if epoch == self.state.epoch else -1
 
     @property
     def upstream_bytes(self) -> int:
         """Bytes received on the stream from the upstream node."""
         return 0 if self._upstream_stream is None else self._upstream_stream.raw_bytes_received
-
-    @property
-    def is_handing_over(self) -> bool:
-        """Whether a successor is receiving the session."""
-        return self._donor.is_busy
-
-    @property
-    def client_wire(self) -> LinkEncoder:
-        """The wire format of outputs to the client."""
-        return self._sender.client_wire
 
     async def submit(self, sender: PeerId, step: Step, payload: bytearray) -> None:
         """Check and queue a step from `sender`; waits while the queue is full.
@@ -138,7 +128,7 @@ class Session:
         finally:
             self._num_checking -= 1
         self._require_open()
-        self._sender.client_wire.count_received(step.tensor, payload)
+        self.sender.client_wire.count_received(step.tensor, payload)
         if not self._first_came_at:
             self._first_came_at = time.time()
         if self.sequencer.accept(step, content):
@@ -166,14 +156,14 @@ class Session:
             self.active_at = time.monotonic()
             self.state.begin_epoch(link.epoch, link.lengths)
             self._receiver = None
-        self._sender.abort_other_than(link.downstream)
+        self.sender.abort_other_than(link.downstream)
         self.upstream = PeerId(link.upstream) if link.upstream else None
         # In a star a node cannot see its position: the first blocks are the likely entry hop.
         first = self.opened.mode == "chain" or self.state.blocks.span.start == 0
         self._queue.is_entry_hop = first and self.upstream is None
         cut = partial(self._truncate, link.lengths, as_announced=as_announced)
         async with self._changing_caches(cut):
-            await self._sender.link(link.downstream, link.epoch, link.emit_from)
+            await self.sender.link(link.downstream, link.epoch, link.emit_from)
 
     async def reorder(self, epoch: int, sources: Sequence[int]) -> None:
         """Begin an epoch in which each row continues as a copy of row `sources[row]`.
@@ -193,12 +183,10 @@ class Session:
             pass
 
     async def hand_over(self, to: Downstream) -> tuple[int, ...]:
-        """Send `to` what it lacks of the session and return the lengths that it holds. Raises
-        `ProtocolError`.
-        """
+        """Send `to` what it lacks and return the lengths it holds. Raises `ProtocolError`."""
         self.active_at = time.monotonic()
         self._require_linked()
-        lengths = await self._donor.sync(to)
+        lengths = await self.donor.sync(to)
         log.info("session_handed_over", peer=to.peer, lengths=lengths)
         return lengths
 
@@ -211,32 +199,30 @@ class Session:
     async def accept_transfer(
         self, message: Pages | Step | Sync, payload: bytearray
     ) -> tuple[int, ...]:
-        """Take what the donor sends and return the lengths held. Raises `ProtocolError` once
-        linked.
-        """
+        """Take what the donor sends; return the lengths held. Not once linked (`ProtocolError`)."""
         async with self._transfer_lock:
             self._require_open()
             await self._require_unlinked().receive(message, payload)
         return self.state.lengths
 
-    def publish_prefix(self, prefix: Prefix) -> None:
-        """Publish the rows' pages under these digests for later sessions.
-
-        Raises `ProtocolError`.
-        """
-        self.state.publish_prefix_as(prefix)
-
     async def wait_for_epoch(self, epoch: int) -> None:
-        """Wait until the client begins `epoch`, for a push that arrived before its `link`.
+        """Wait until the client begins `epoch`: an upstream may be linked, and push, before the
+        `link` arrives here.
 
-        Raises `ProtocolError("future_epoch")` at once if `MAX_EARLY_PUSHES` wait already, since the
-        pipe of each holds what arrives meanwhile.
+        Raises `ProtocolError("future_epoch")` after `NEIGHBOUR_TIMEOUT_S`, and at once if
+        `MAX_EARLY_PUSHES` wait already, since the pipe of each holds what arrives meanwhile.
         """
         if self.state.epoch < epoch and self._early_pushes >= MAX_EARLY_PUSHES:
             raise ProtocolError("future_epoch", f"{MAX_EARLY_PUSHES} pushes wait already")
         self._early_pushes += 1
         try:
-            await self._wait_until(lambda: self.state.epoch >= epoch)
+            async with asyncio.timeout(NEIGHBOUR_TIMEOUT_S):
+                await self._wait_until(lambda: self.state.epoch >= epoch)
+        except TimeoutError:
+            raise ProtocolError(
+                "future_epoch",
+                f"the client did not begin epoch {epoch} within {NEIGHBOUR_TIMEOUT_S:g} s",
+            ) from None
         finally:
             self._early_pushes -= 1
 
@@ -305,7 +291,7 @@ class Session:
         """
         output_bytes = self._queue.next_output_bytes
         small = output_bytes is not None and output_bytes <= MAX_INLINE_OUTPUT_BYTES
-        if not small or self._emit_lock.locked() or not self._sender.is_writable:
+        if not small or self._emit_lock.locked() or not self.sender.is_writable:
             self._queue.wake_receiver()
             return
         try:
@@ -321,7 +307,7 @@ class Session:
             # A task that began a new epoch is waiting to truncate this step; it must not be sent.
             if result is not None and result[0].epoch == self.state.epoch:
                 self.state.publish_prefix()
-                await self._sender.emit(*result)
+                await self.sender.emit(*result)
                 self.emitted_steps += 1
                 if self.first_step_times is None:
                     self.first_step_times = self._first_came_at, time.time()
@@ -384,9 +370,9 @@ class Session:
 
     def _reorder(self, sources: Sequence[int]) -> None:
         self.state.reorder(sources)
-        self._donor.truncate([0] * len(sources))
+        self.donor.truncate([0] * len(sources))
 
     def _truncate(self, lengths: Sequence[int], *, as_announced: bool = False) -> None:
         self.state.require_held(lengths)
         self.state.truncate(lengths, as_announced=as_announced)
-        self._donor.truncate(lengths)
+        self.donor.truncate(lengths)

@@ -33,12 +33,7 @@ from nesa_node.server.session.message_loop import (
     send_refusal,
     serve_session,
 )
-from nesa_node.server.session.neighbours import (
-    NEIGHBOUR_TIMEOUT_S,
-    NeighbourLookup,
-    dial_downstream,
-    dial_successor,
-)
+from nesa_node.server.session.neighbours import NeighbourLookup, dial_downstream, dial_successor
 from nesa_node.server.session.output_sender import OutputSender
 from nesa_node.server.session.session import Session
 from nesa_node.server.session.session_state import SessionState, check_prefix
@@ -75,9 +70,7 @@ CLOSE_GRACE_S = 0.5
 
 
 class SessionServer:
-    """All sessions of one span. `drain` refuses new ones and ends the open ones, `close` cuts them
-    off.
-    """
+    """All sessions of one span. `drain` ends them and refuses new ones, `close` cuts them off."""
 
     def __init__(
         self,
@@ -117,7 +110,10 @@ class SessionServer:
         A peer's mistake is answered, never raised.
         """
         stream = Stream(peer, reader, writer)
-        self._track_handler()
+        task = asyncio.current_task()
+        assert task is not None
+        self._handler_tasks.add(task)
+        task.add_done_callback(self._handler_tasks.discard)
         try:
             # Read the message before refusing it: an answer sent while a peer still writes can be
             # lost with the stream. The transport bounds how many streams may wait here.
@@ -158,29 +154,21 @@ class SessionServer:
             await asyncio.wait(tasks)
         self._neighbours.close()
 
-    def _track_handler(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if task not in self._handler_tasks:
-            self._handler_tasks.add(task)
-            task.add_done_callback(self._handler_tasks.discard)
-
     async def _dispatch(self, stream: Stream, message: AnyMessage) -> None:
-        if isinstance(message, Open):
-            _check_version(message.version)
-            await self._open(stream, message)
-        elif isinstance(message, PushOpen):
-            _check_version(message.version)
-            await self._accept_push(stream, message)
-        elif isinstance(message, TransferOpen):
-            _check_version(message.version)
-            await self._accept_transfer(stream, message)
-        else:
+        if not isinstance(message, Open | PushOpen | TransferOpen):
             raise ProtocolError(
                 "unexpected",
                 "a stream begins with open, push_open or transfer_open, "
                 f"not {_message_name(message)}",
             )
+        _check_version(message.version)
+        match message:
+            case Open():
+                await self._open(stream, message)
+            case PushOpen():
+                await self._accept_push(stream, message)
+            case TransferOpen():
+                await self._accept_transfer(stream, message)
 
     async def _open(self, stream: Stream, opened: Open) -> None:
         self._check_open(stream.peer, opened)
@@ -318,7 +306,7 @@ class SessionServer:
 
     async def _accept_push(self, stream: Stream, opened: PushOpen) -> None:
         session = self._find_session(opened)
-        await self._wait_for_link(session, opened.epoch)
+        await session.wait_for_epoch(opened.epoch)
         if session.upstream != stream.peer:
             raise ProtocolError("not_upstream", f"{stream.peer} is not upstream of this session")
         with session.reading_upstream(stream):
@@ -370,19 +358,6 @@ class SessionServer:
                 return session
         # One answer for both cases: a stranger must not learn which sessions exist.
         raise ProtocolError("unknown_session", "no such session here, or another secret")
-
-    async def _wait_for_link(self, session: Session, epoch: int) -> None:
-        """Wait for the client's `link`: an upstream may be linked, and push, before it arrives
-        here.
-        """
-        try:
-            async with asyncio.timeout(NEIGHBOUR_TIMEOUT_S):
-                await session.wait_for_epoch(epoch)
-        except TimeoutError:
-            raise ProtocolError(
-                "future_epoch",
-                f"the client did not begin epoch {epoch} within {NEIGHBOUR_TIMEOUT_S:g} s",
-            ) from None
 
 
 def _check_quality(quality: str) -> None:

@@ -43,13 +43,8 @@ truncates a session with every step."""
 class TransferSender:
     """The donor's side of one hand-over. Only one task at a time may `sync`."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        state: SessionState,
-        executor: Executor,
-    ) -> None:
-        self._stream = stream
+    def __init__(self, stream: Stream, state: SessionState, executor: Executor) -> None:
+        self.stream = stream
         self._state = state
         self._executor = executor
         self._sent = [0] * len(state.tables)
@@ -71,14 +66,11 @@ class TransferSender:
         Raises `ProtocolError("downstream_lost")` if it is lost or refuses.
         """
         try:
-            async with peer_timeout(self._stream.peer, TRANSFER_TIMEOUT_S, "taking over a session"):
+            async with peer_timeout(self.stream.peer, TRANSFER_TIMEOUT_S, "taking over a session"):
                 await self._send_all()
                 return await self._sync_lengths(tuple(self._sent))
         except NesaError as error:
             raise ProtocolError("downstream_lost", str(error)) from error
-
-    async def close(self) -> None:
-        await self._stream.close()
 
     async def _send_all(self) -> None:
         for _ in range(MAX_TRUNCATIONS):
@@ -101,12 +93,12 @@ class TransferSender:
         self.truncate([0] * len(self._sent))
 
     async def _sync_lengths(self, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        await self._stream.send(Sync(lengths=lengths))
-        answer, _ = await self._stream.receive()
+        await self.stream.send(Sync(lengths=lengths))
+        answer, _ = await self.stream.receive()
         if isinstance(answer, Synced):
             return answer.lengths
         words = answer.message if isinstance(answer, ErrorMessage) else type(answer).__name__
-        raise ProtocolError("downstream_lost", f"{self._stream.peer} answered: {words}")
+        raise ProtocolError("downstream_lost", f"{self.stream.peer} answered: {words}")
 
     async def _send_row(self, row: int, truncations: int) -> None:
         table = self._state.tables[row]
@@ -120,7 +112,7 @@ class TransferSender:
                 return
             meta, payload = tensors.encode(tokens)
             self._sent[row] = end  # set before the send: a truncation meanwhile lowers it
-            await self._stream.send(Pages(row=row, position=start, tensor=meta), payload)
+            await self.stream.send(Pages(row=row, position=start, tensor=meta), payload)
 
     def _export(self, table: PageTable, start: int, end: int) -> Tensor:
         # Slots are looked up on the device's thread: an earlier iteration may have replaced a page.
@@ -133,7 +125,7 @@ class TransferSender:
             return
         for row_slice in kept.rows:
             self._outputs_sent[row_slice.row] = row_slice.position + row_slice.count
-        await self._stream.send(
+        await self.stream.send(
             Step(
                 session=self._state.opened.session,
                 epoch=0,
@@ -257,23 +249,17 @@ class SessionDonor:
         self._executor = executor
         self._successor: Downstream | None = None
         self._transfer: TransferSender | None = None
-        self._busy = False
-
-    @property
-    def is_busy(self) -> bool:
+        self.is_busy = False
         """Whether a sync is in progress."""
-        return self._busy
 
     async def sync(self, successor: Downstream) -> tuple[int, ...]:
-        """Send `to` what it lacks and return the lengths that it then holds. Raises
-        `ProtocolError`.
-        """
+        """Send what it lacks; return the lengths that it then holds. Raises `ProtocolError`."""
         span = self._state.blocks.span
         if successor.blocks != (span.start, span.end):
             raise ProtocolError("bad_link", f"blocks {successor.blocks} are not {span}")
-        if self._busy:
+        if self.is_busy:
             raise ProtocolError("unexpected", "the session is being handed over already")
-        self._busy = True
+        self.is_busy = True
         try:
             if self._transfer is None or successor != self._successor:
                 await self.close()
@@ -285,7 +271,7 @@ class SessionDonor:
             await self.close()
             raise
         finally:
-            self._busy = False
+            self.is_busy = False
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Record that the session was truncated to `lengths`."""
@@ -296,4 +282,4 @@ class SessionDonor:
         """Close the stream. May be called twice."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
-            await transfer.close()
+            await transfer.stream.close()
