@@ -81,26 +81,23 @@ class Announcer:
         facts: NodeFacts,
         sent_bytes: Counter[str] | None = None,
         measured_links: Callable[[], Sequence[MeasuredLink]] = tuple,
+        is_movable: Callable[[], bool] = bool,
     ) -> None:
-        """`sent_bytes` counts bytes of hidden states by codec; both are read for every record."""
+        """`sent_bytes` counts bytes of hidden states by codec; all are read for every record."""
         self.throughput = SpanThroughput(0.0, 0.0)
         self.capacity: Callable[[], Capacity] = Capacity
-        self.is_movable: Callable[[], bool] = bool
+        self._is_movable = is_movable
         self._sent_bytes = Counter() if sent_bytes is None else sent_bytes
         self._measured_links = measured_links
         self._directory = directory
         self._facts = facts
         self._started_at = time.monotonic()
-        self._state: AnnouncedState = "joining"
+        self.state: AnnouncedState = "joining"
+        """The announced state."""
         self._span: Span | None = None
         self._next_span: Span | None = None
         self._published: object = None
         self._published_at = -math.inf
-
-    @property
-    def state(self) -> AnnouncedState:
-        """The announced state."""
-        return self._state
 
     async def announce(
         self, state: AnnouncedState, span: Span, *, next_span: Span | None = None
@@ -110,9 +107,9 @@ class Announcer:
 
         When the process has no file descriptors left, `run` publishes it later.
         """
-        self._state, self._span, self._next_span = state, span, next_span
+        self.state, self._span, self._next_span = state, span, next_span
         try:
-            await self._publish(self._status(state, span))
+            await self._publish(self._status(span))
         except OSError as error:
             log.warning("record_not_published", reason=str(error))
 
@@ -123,7 +120,7 @@ class Announcer:
             await asyncio.sleep(pause_s)
             if self._span is not None:
                 try:
-                    status = self._status(self._state, self._span)
+                    status = self._status(self._span)
                     if self._is_due(status, pause_s):
                         await self._publish(status)
                 except (SwarmError, OSError) as error:
@@ -146,11 +143,11 @@ class Announcer:
         self._published = _comparable(status) if self._directory.is_stored else None
         self._published_at = now
 
-    def _status(self, state: AnnouncedState, span: Span) -> NodeStatus:
+    def _status(self, span: Span) -> NodeStatus:
         facts, capacity, memory = self._facts, self.capacity(), psutil.virtual_memory()
         gpu_free, gpu_total = _gpu_memory(facts.device)
         return NodeStatus(
-            state=state,
+            state=self.state,
             model_id=facts.model_id,
             model_name=facts.model_name,
             num_blocks=facts.num_blocks,
@@ -174,7 +171,7 @@ class Announcer:
             public_name=facts.public_name,
             codecs=codec_names(),
             sent_bytes=dict(self._sent_bytes),
-            movable=self.is_movable(),
+            movable=self._is_movable(),
             next_span=_span_pair(self._next_span),
             measured=self._packed_links(),
             max_blocks=facts.max_blocks,
@@ -182,9 +179,7 @@ class Announcer:
         )
 
     def _packed_links(self) -> bytes:
-        """Packed link measurements; empty if they cannot be packed, so that the record is published
-        anyway.
-        """
+        """Packed measurements; empty if they cannot be packed: the record is published anyway."""
         try:
             packed = pack_links(self._measured_links())
             unpack_links(packed)

@@ -49,9 +49,10 @@ from nesa_node.server.orchestrator.launch import (
     run_follower,
 )
 from nesa_node.server.scheduler.batch import open_executor
-from nesa_node.server.scheduler.scheduler import Scheduler, open_scheduler
+from nesa_node.server.scheduler.scheduler import open_scheduler
 from nesa_node.swarm.node import Swarm, open_swarm, probe_rtts
 from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.tasks import running_in_background
 
 log = get_logger(__name__)
 
@@ -161,21 +162,32 @@ async def serve_node(
         open_executor() as executor,
         open_scheduler(executor) as scheduler,
     ):
-        facts = _node_facts(config, served, blocks)
         move_limiter = move_limiter or make_move_limiter(config)
-        with register_known_swarm(config, swarm.transport.addresses, served.model_id):
-            async with _running_side_task(side_task, swarm):
-                await _run_services(
-                    config,
-                    served,
-                    facts,
-                    swarm,
-                    scheduler,
-                    stopping,
-                    move_limiter,
-                    on_history,
-                    metric_sources,
-                )
+        runner = SpanRunner(
+            config=config,
+            served=served,
+            swarm=swarm,
+            scheduler=scheduler,
+            announcer=_make_announcer(config, served, blocks, swarm, move_limiter),
+            move_limiter=move_limiter,
+            shutdown=Shutdown(stopping, swarm),
+        )
+        swarm.directory.set_num_blocks(served.model_id, served.checkpoint.num_blocks)
+        addresses, sources = swarm.transport.addresses, metric_sources or MetricRegistry()
+        with register_known_swarm(config, addresses, served.model_id):
+            side_tasks = [] if side_task is None else [side_task(addresses)]
+            async with running_in_background(*side_tasks):
+                try:
+                    services = _services(runner, blocks, on_history, metric_sources)
+                    with sources.registered(
+                        daemon_source(swarm, "node", sources.version),
+                        model_source(swarm, served.model_id, served.checkpoint.num_blocks),
+                        node_source(runner),
+                    ):
+                        async with running_in_background(*services):
+                            await runner.run()
+                finally:
+                    await _withdraw(swarm)
 
 
 class _StoppedError(Exception):
@@ -257,55 +269,68 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-async def _run_services(
+def _make_announcer(
     config: NodeConfig,
     served: NodeModel,
-    facts: NodeFacts,
+    max_blocks: int,
     swarm: Swarm,
-    scheduler: Scheduler,
-    stopping: asyncio.Event,
     move_limiter: MoveLimiter,
-    on_history: OnHistory | None,
-    metric_sources: MetricRegistry | None,
-) -> None:
-    announcer = Announcer(
+) -> Announcer:
+    facts = NodeFacts(
+        model_id=served.model_id,
+        model_name=served.checkpoint.name,
+        num_blocks=served.checkpoint.num_blocks,
+        context_length=served.checkpoint.context_length,
+        dtype=served.dtype,
+        quant_type=served.quant_type,
+        device=served.device,
+        public_name=config.public_name,
+        max_blocks=max_blocks,
+        location=config.location,
+    )
+    return Announcer(
         swarm.directory,
         facts,
         swarm.link_speeds.sent_bytes,
         lambda: swarm.rtts.nearest_links(swarm.link_speeds),
+        is_movable=lambda: move_limiter.refusal is None,
     )
-    announcer.is_movable = lambda: move_limiter.refusal is None
-    spans = SpanRunner(
-        config=config,
-        served=served,
-        swarm=swarm,
-        scheduler=scheduler,
-        announcer=announcer,
-        move_limiter=move_limiter,
-        shutdown=Shutdown(stopping, swarm),
-    )
-    peer_id = PeerId(swarm.identity.peer_id)
-    of_model = (swarm, served.model_id, facts.num_blocks)
-    swarm.directory.set_num_blocks(served.model_id, facts.num_blocks)
+
+
+def _services(
+    runner: SpanRunner,
+    max_blocks: int,
+    on_history: OnHistory | None,
+    metric_sources: MetricRegistry | None,
+) -> list[Coroutine[Any, Any, None]]:
+    """What runs beside the span runner."""
+    config, swarm, served = runner.config, runner.swarm, runner.served
+    peer_id, num_blocks = PeerId(swarm.identity.peer_id), served.checkpoint.num_blocks
+    of_model = (swarm, served.model_id, num_blocks)
     placement_filter = make_placement_filter(
-        config, peer_id, num_blocks=facts.num_blocks, max_blocks=facts.max_blocks
+        config, peer_id, num_blocks=num_blocks, max_blocks=max_blocks
     )
     services = [
-        announcer.run(),
+        runner.announcer.run(),
         probe_rtts(*of_model, random.Random(peer_id), ping_interval_s=config.ping_every_s),
         warn_of_other_copies(swarm.directory, served.model_id),
     ]
-    if not move_limiter.pinned:
-        look, every_s = partial(fetch_snapshot, served, swarm), config.rebalance_every_s
+    if not runner.move_limiter.pinned:
         services += [
-            fill_holes(look, peer_id, move_limiter, every_s=every_s, rng=random.Random()),
+            fill_holes(
+                partial(fetch_snapshot, served, swarm),
+                peer_id,
+                runner.move_limiter,
+                every_s=config.rebalance_every_s,
+                rng=random.Random(),
+            ),
             run_follower(
                 config,
                 swarm,
                 served.model_id,
                 placement_filter,
-                move_limiter,
-                num_blocks=facts.num_blocks,
+                runner.move_limiter,
+                num_blocks=num_blocks,
             ),
         ]
     if config.orchestrator:
@@ -321,33 +346,7 @@ async def _run_services(
         )
     if metric_sources is not None:
         services.append(refresh_directory(*of_model))
-    tasks = [asyncio.create_task(service) for service in services]
-    sources = metric_sources or MetricRegistry()
-    try:
-        with sources.registered(
-            daemon_source(swarm, "node", sources.version),
-            model_source(*of_model),
-            node_source(spans),
-        ):
-            await spans.run()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await _withdraw(swarm)
-
-
-@asynccontextmanager
-async def _running_side_task(side_task: SideTask | None, swarm: Swarm) -> AsyncIterator[None]:
-    if side_task is None:
-        yield
-        return
-    running = asyncio.create_task(side_task(swarm.transport.addresses))
-    try:
-        yield
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    return services
 
 
 def make_move_limiter(config: NodeConfig) -> MoveLimiter:
@@ -368,18 +367,3 @@ async def _withdraw(swarm: Swarm) -> None:
     except PeerUnreachableError as error:
         # Raised by this node's own p2pd. The error that ended the daemon is reported instead.
         log.warning("record_not_withdrawn", reason=str(error))
-
-
-def _node_facts(config: NodeConfig, served: NodeModel, max_blocks: int) -> NodeFacts:
-    return NodeFacts(
-        model_id=served.model_id,
-        model_name=served.checkpoint.name,
-        num_blocks=served.checkpoint.num_blocks,
-        context_length=served.checkpoint.context_length,
-        dtype=served.dtype,
-        quant_type=served.quant_type,
-        device=served.device,
-        public_name=config.public_name,
-        max_blocks=max_blocks,
-        location=config.location,
-    )

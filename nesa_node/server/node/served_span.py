@@ -33,6 +33,7 @@ from nesa_node.server.session.admission import Admission, AdmissionLimits
 from nesa_node.server.session.message_loop import RefusalLog
 from nesa_node.server.session.session_server import SessionServer
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.tasks import running_in_background
 
 log = get_logger(__name__)
 
@@ -189,13 +190,11 @@ async def keep_speed_current(
 ) -> AsyncIterator[None]:
     """Keep the announced speed of `blocks` current while the body runs."""
     ending = threading.Event()
-    watching = asyncio.create_task(_remeasure_loop(blocks, executor, announcer, ending))
-    try:
-        yield
-    finally:
-        ending.set()
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+    async with running_in_background(_remeasure_loop(blocks, executor, announcer, ending)):
+        try:
+            yield
+        finally:
+            ending.set()
 
 
 async def _remeasure_loop(

@@ -22,6 +22,7 @@ from nesa_node.engine.model.devices import MAX_PREFILL_TOKENS, SpanThroughput
 from nesa_node.server.scheduler.batch import Executor, SessionBatch, run_batch
 from nesa_node.server.scheduler.policy import BatchPolicy
 from nesa_node.server.scheduler.session_queue import MAX_DECODE_ROW_TOKENS, SessionQueue
+from nesa_node.swarm.p2p.tasks import running_in_background
 from nesa_node.swarm.protocol.messages import Step
 
 
@@ -282,9 +283,5 @@ class Scheduler:
 @asynccontextmanager
 async def open_scheduler(executor: Executor) -> AsyncIterator[Scheduler]:
     scheduler = Scheduler(executor, BatchPolicy())
-    running = asyncio.create_task(scheduler.run(), name="scheduler")
-    try:
+    async with running_in_background(scheduler.run()):
         yield scheduler
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)

@@ -19,6 +19,7 @@ from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
 from nesa_node.server.session.session_state import MIN_THREADED_BYTES, SessionState
+from nesa_node.swarm.p2p.tasks import running_in_background
 from nesa_node.swarm.protocol.link_encoder import (
     UNCOMPRESSED,
     HiddenStatesSpec,
@@ -105,15 +106,11 @@ async def open_downstream(
 ) -> AsyncIterator[DownstreamStream]:
     """Open a push over `stream`, which is closed on exit."""
     push = DownstreamStream(stream, wire, on_lost)
-    watcher = asyncio.create_task(push.read_replies())
     try:
-        yield push
+        async with running_in_background(push.read_replies()):
+            yield push
     finally:
-        watcher.cancel()
-        try:
-            await asyncio.gather(watcher, return_exceptions=True)
-        finally:
-            await stream.close()
+        await stream.close()
 
 
 DialDownstream = Callable[[Downstream, int], Awaitable[tuple[Stream, LinkEncoder]]]

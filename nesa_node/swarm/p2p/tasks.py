@@ -6,7 +6,8 @@ Event loop of commands that use the network.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from nesa_node.core.errors import PeerUnreachableError
@@ -55,6 +56,20 @@ class TaskSet:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("task_failed", task=task.get_name(), exc_info=error)
+
+
+@asynccontextmanager
+async def running_in_background(*work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Run `work` beside the body; on exit it is cancelled and has ended. Its errors are dropped:
+    long-running work logs its own.
+    """
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def gather_until_first_answer(
