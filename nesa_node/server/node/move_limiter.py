@@ -13,10 +13,12 @@ without one; all other nodes stay.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from enum import Enum, auto
 from typing import Literal
 
 from nesa_node.core.errors import SwarmError
@@ -48,36 +50,50 @@ be loaded, and the node returned to the old one. "ended": the daemon ends.
 HOUR_S = 3600.0
 
 
-class MoveRequest:
-    """A move request, made by `MoveLimiter.request_move`."""
+class MoveState(Enum):
+    """State of a request; `MOVE_TRANSITIONS` has the ways from one to the next."""
 
-    def __init__(self, span: Span, reason: str, outcomes: Counter[MoveOutcome]) -> None:
+    WAITING = auto()
+    GRANTED = auto()
+    """Taken by `SpanRunner`, which may still refuse it."""
+    MOVING = auto()
+    RETURNING = auto()
+    """The span could not be loaded: the node goes back to the old one."""
+    SETTLED = auto()
+
+
+MOVE_TRANSITIONS = {
+    MoveState.WAITING: {MoveState.GRANTED, MoveState.SETTLED},
+    MoveState.GRANTED: {MoveState.MOVING, MoveState.SETTLED},
+    MoveState.MOVING: {MoveState.RETURNING, MoveState.SETTLED},
+    MoveState.RETURNING: {MoveState.SETTLED},
+}
+
+
+class MoveRequest:
+    """A move request, made and changed by `MoveLimiter`."""
+
+    def __init__(self, span: Span, reason: str) -> None:
         self.span = span
         self.reason = reason
-        self._outcomes = outcomes
+        self.state = MoveState.WAITING
         self.outcome: MoveOutcome | None = None
-        self._settled = asyncio.Event()
+        self.settled = asyncio.Event()
 
     async def wait(self) -> MoveOutcome:
         """Wait for the outcome; that of a granted move is known once the node serves again."""
-        await self._settled.wait()
+        await self.settled.wait()
         assert self.outcome is not None
         return self.outcome
 
-    def settle(self, outcome: MoveOutcome) -> None:
-        """Set the outcome. Only the first call counts."""
-        if self.outcome is None:
-            self.outcome = outcome
-            self._outcomes[outcome] += 1
-            self._settled.set()
-            log.info(
-                "move_request_settled", span=str(self.span), reason=self.reason, answer=outcome
-            )
+    def enter(self, state: MoveState) -> None:
+        assert state in MOVE_TRANSITIONS[self.state], f"{self.state} to {state}"
+        self.state = state
 
 
 class MoveLimiter:
-    """Move limiter with room for one waiting request: a newer one replaces it. Runs on the event
-    loop.
+    """Owner of the requests, with room for one that waits: a newer one replaces it. Runs on the
+    event loop.
     """
 
     def __init__(
@@ -95,7 +111,7 @@ class MoveLimiter:
         self._pause_s = pause_s
         self._clock = clock
         self._started_at: deque[float] = deque()
-        self._ended_at: float | None = None
+        self._ended_at = -math.inf
         self._pending: MoveRequest | None = None
         self._granted: MoveRequest | None = None
         self._has_request = asyncio.Event()
@@ -113,19 +129,18 @@ class MoveLimiter:
             return "pinned"
         if len(self._started_at) >= self._per_hour:
             return "too_many"
-        if self._ended_at is not None and now < self._ended_at + self._pause_s:
+        if now < self._ended_at + self._pause_s:
             return "too_soon"
         return None
 
     def request_move(self, span: Span, reason: str) -> MoveRequest:
         """Request a move to `span`; `reason` is for the log."""
-        request = MoveRequest(span, reason, self.outcomes)
-        refusal = self.refusal
-        if refusal is not None:
-            request.settle(refusal)
+        request = MoveRequest(span, reason)
+        if (refusal := self.refusal) is not None:
+            self.settle(request, refusal)
             return request
         if self._pending is not None:
-            self._pending.settle("superseded")
+            self.settle(self._pending, "superseded")
         self._pending = request
         self._has_request.set()
         return request
@@ -137,26 +152,37 @@ class MoveLimiter:
             self._has_request.clear()
             request, self._pending = self._pending, None
             assert request is not None
-            refusal = self.refusal
-            if refusal is None:
+            if (refusal := self.refusal) is None:
+                request.enter(MoveState.GRANTED)
                 self._granted = request
                 return request
-            request.settle(refusal)
+            self.settle(request, refusal)
 
-    def record_start(self) -> None:
-        """Count a move that begins."""
+    def start(self, request: MoveRequest) -> None:
+        """Begin a granted move, which counts from now on."""
+        request.enter(MoveState.MOVING)
         self._started_at.append(self._clock())
 
-    def record_end(self) -> None:
-        """Record that a move ended, with or without success; the pause begins."""
-        self._ended_at = self._clock()
+    def settle(self, request: MoveRequest, outcome: MoveOutcome) -> None:
+        """Set the outcome; only the first call counts. The pause begins where a move ends."""
+        if request.state is MoveState.SETTLED:
+            return
+        if request.state in (MoveState.MOVING, MoveState.RETURNING):
+            self._ended_at = self._clock()
+        request.enter(MoveState.SETTLED)
+        request.outcome = outcome
+        self.outcomes[outcome] += 1
+        request.settled.set()
+        log.info(
+            "move_request_settled", span=str(request.span), reason=request.reason, answer=outcome
+        )
 
     def close(self) -> None:
         """Grant no more requests; unsettled ones get the outcome "ended"."""
         self._closed = True
         for request in (self._pending, self._granted):
             if request is not None:
-                request.settle("ended")
+                self.settle(request, "ended")
 
 
 HOLE_CHECK_JITTER = (0.8, 1.2)

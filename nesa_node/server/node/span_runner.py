@@ -25,7 +25,7 @@ from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.model.devices import SpanThroughput, release_memory
 from nesa_node.server.node.announcer import Announcer, Capacity
 from nesa_node.server.node.invitation import print_invitation, ready_file, ready_file_fields
-from nesa_node.server.node.move_limiter import MoveLimiter, MoveOutcome, MoveRequest
+from nesa_node.server.node.move_limiter import MoveLimiter, MoveOutcome, MoveRequest, MoveState
 from nesa_node.server.node.served_span import ServedSpan, keep_speed_current, open_span
 from nesa_node.server.node.shutdown import Shutdown
 from nesa_node.server.node.span_choice import NodeModel, claim_span, fetch_snapshot, require_memory
@@ -79,15 +79,6 @@ MOVE_IDLE_S = 5.0
 when it continues; it may be waiting for the very blocks that the node is to load."""
 
 
-@dataclass(slots=True)
-class _MoveInProgress:
-    """A move in progress. `answer` is its outcome once the node serves again."""
-
-    request: MoveRequest
-    old_span: Span
-    outcome: MoveOutcome = "moved"
-
-
 @dataclass(kw_only=True)
 class SpanRunner:
     """Serves one span after another under the same peer id and addresses."""
@@ -103,15 +94,14 @@ class SpanRunner:
     served_span: ServedSpan | None = None
     """The span served now."""
     _listener: StreamListener = field(default_factory=StreamListener)
-    _move: _MoveInProgress | None = None
+    _move: tuple[MoveRequest, Span] | None = None
+    """The move in progress, and the span from which it began."""
     _invitation_printed: bool = False
     _past_prefix_tokens: tuple[int, int] = (0, 0)
     """Sums over the earlier spans."""
 
     def prefix_tokens(self) -> tuple[int, int]:
-        """Tokens of prefixes that sessions asked for, and that were found in the cache, over all
-        spans.
-        """
+        """Tokens of prefixes that sessions asked for, and those found cached, over all spans."""
         asked, found = self._past_prefix_tokens
         if self.served_span is not None:
             prefixes = self.served_span.admission.pool.prefixes
@@ -153,9 +143,9 @@ class SpanRunner:
                 )
             except Exception as error:
                 # Any error, as torch has its own: the old span could be loaded.
-                if self._move is None or span == self._move.old_span:
+                if self._move is None or span == self._move[1]:
                     raise
-                return self._fall_back(self._move, error)
+                return self._fall_back(*self._move, error)
             if served_span is None:
                 return None
             self.announcer.throughput = served_span.throughput
@@ -176,7 +166,10 @@ class SpanRunner:
                 self.config.ready_file, ready_file_fields(self.swarm, self.served, span)
             ):
                 self._log_serving(served_span)
-                self._finish_move()
+                if self._move is not None:
+                    failed = self._move[0].state is MoveState.RETURNING
+                    self.move_limiter.settle(self._move[0], "failed" if failed else "moved")
+                    self._move = None
                 async with keep_speed_current(
                     served_span.blocks, self.scheduler.executor, self.announcer
                 ):
@@ -186,8 +179,8 @@ class SpanRunner:
                 await served_span.server.drain(drain_s)
                 return None
             log.info("move_started", was=str(span), to=str(request.span), reason=request.reason)
-            self.move_limiter.record_start()
-            self._move = _MoveInProgress(request, span)
+            self.move_limiter.start(request)
+            self._move = request, span
             await served_span.server.drain(drain_s, idle_s=MOVE_IDLE_S)
             return request.span
 
@@ -201,7 +194,7 @@ class SpanRunner:
                 return request
             if verdict is None:
                 return None
-            request.settle(verdict)
+            self.move_limiter.settle(request, verdict)
         return None
 
     async def _try_grant(
@@ -238,23 +231,16 @@ class SpanRunner:
         snapshot = await fetch_snapshot(self.served, self.swarm)
         return is_covered_without(snapshot, self.swarm.identity.peer_id, span)
 
-    def _fall_back(self, move: _MoveInProgress, error: Exception) -> Span:
+    def _fall_back(self, request: MoveRequest, old_span: Span, error: Exception) -> Span:
         log.error(
             "move_failed",
-            span=str(move.request.span),
-            back_to=str(move.old_span),
+            span=str(request.span),
+            back_to=str(old_span),
             reason=str(error),
             exc_info=None if isinstance(error, NesaError | OSError) else error,
         )
-        move.outcome = "failed"
-        return move.old_span
-
-    def _finish_move(self) -> None:
-        """Settle the move in progress, if any: the node serves again."""
-        if self._move is not None:
-            self.move_limiter.record_end()
-            self._move.request.settle(self._move.outcome)
-            self._move = None
+        request.enter(MoveState.RETURNING)
+        return old_span
 
     def _log_serving(self, served_span: ServedSpan) -> None:
         log.info(

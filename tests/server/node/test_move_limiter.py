@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from nesa_node.core.ids import Span
-from nesa_node.server.node.move_limiter import HOUR_S, MoveLimiter
+from nesa_node.server.node.move_limiter import HOUR_S, MoveLimiter, MoveState
 
 SPAN, OTHER = Span(0, 3), Span(3, 6)
 
@@ -26,10 +26,9 @@ def _moves(clock: _Clock, *, per_hour: int = 2, pause_s: float = 60.0) -> MoveLi
 async def _move(moves: MoveLimiter, clock: _Clock, seconds: float) -> None:
     wish = moves.request_move(SPAN, "test")
     assert await moves.next_request() is wish
-    moves.record_start()
+    moves.start(wish)
     clock.now += seconds
-    moves.record_end()
-    wish.settle("moved")
+    moves.settle(wish, "moved")
 
 
 async def test_pinned_node_refuses_at_once() -> None:
@@ -80,10 +79,9 @@ async def test_wish_that_waited_through_a_move_is_judged_again() -> None:
     moves = _moves(clock)
     under_way = moves.request_move(SPAN, "test")
     assert await moves.next_request() is under_way
-    moves.record_start()
+    moves.start(under_way)
     late = moves.request_move(OTHER, "test")
-    moves.record_end()
-    under_way.settle("moved")
+    moves.settle(under_way, "moved")
     waiting = asyncio.create_task(moves.next_request())
     assert await late.wait() == "too_soon"
     clock.now += 60.0
@@ -100,3 +98,17 @@ async def test_end_of_the_daemon_settles_what_is_open(taken: bool) -> None:
     moves.close()
     assert await wish.wait() == "ended"
     assert moves.request_move(SPAN, "test").outcome == "ended"
+
+
+async def test_request_is_settled_once_and_takes_no_way_back() -> None:
+    moves = _moves(_Clock())
+    wish = moves.request_move(SPAN, "test")
+    with pytest.raises(AssertionError):
+        moves.start(wish)
+    assert await moves.next_request() is wish
+    moves.start(wish)
+    wish.enter(MoveState.RETURNING)
+    moves.settle(wish, "failed")
+    moves.close()
+    assert wish.outcome == "failed"
+    assert moves.outcomes == {"failed": 1}
