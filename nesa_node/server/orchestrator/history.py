@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from nesa_node.core.decision_log import LoggedDecision as Kept
+from nesa_node.core.decision_log import LoggedDecision
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.placement.moves import RebalancePlan
 from nesa_node.server.orchestrator.learner import LearnedExponents
 from nesa_node.server.orchestrator.planner import PlacementDecision
 from nesa_node.server.orchestrator.snapshot_store import SnapshotStore
-from nesa_node.swarm.dht.sealing import AnnouncedMove, PlacementNotice
+from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.topology.changes.triggers import HistoryEntry, Trigger, trigger_readings
 from nesa_node.topology.report import connection_heights, topology_report
 from nesa_node.topology.snapshot import Snapshot, snapshot_digest
@@ -154,17 +154,24 @@ def _placement_body(placement: PlacementNotice) -> dict[str, Any]:
         "issued_at": placement.issued_at,
         "expires_at": placement.expires_at,
         "based_on": placement.based_on,
-        "strategy": placement.strategy,
-        "schema": placement.schema_name,
-        "trigger": placement.trigger,
-        "reason": placement.reason,
-        "gain": placement.gain,
-        "repairs": placement.repairs,
-        "latency_s": [placement.latency_before_s, placement.latency_after_s],
-        "steps_per_s": [placement.steps_per_s_before, placement.steps_per_s_after],
         "moves": [move.model_dump(mode="json") for move in placement.moves],
-        "parameters": dict(placement.parameters),
+        **_figures(placement),
         "exponents": None if placement.exponents is None else placement.exponents.model_dump(),
+    }
+
+
+def _figures(of: PlacementDecision | PlacementNotice) -> dict[str, Any]:
+    """What a decision and the placement that publishes it say alike."""
+    return {
+        "strategy": of.strategy,
+        "schema": of.schema_name,
+        "trigger": of.trigger,
+        "reason": of.reason,
+        "gain": of.gain,
+        "repairs": of.repairs,
+        "latency_s": [of.latency_before_s, of.latency_after_s],
+        "steps_per_s": [of.steps_per_s_before, of.steps_per_s_after],
+        "parameters": dict(of.parameters),
     }
 
 
@@ -173,7 +180,7 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 def decision_entry(
     name: str | None, decision: PlacementDecision, snapshot: Snapshot, *, epoch: int
-) -> Kept:
+) -> LoggedDecision:
     """The log entry of a decision. `name` is the placement's; None if none was published, then the
     snapshot's digest names it.
 
@@ -182,6 +189,11 @@ def decision_entry(
     """
     based_on = snapshot_digest(snapshot)
     costs = _costs_by_peer(decision.planned)
+    moves = [
+        {"peer": move.peer, "was": list(move.was), "to": list(move.to), "gain": move.gain}
+        | costs.get(move.peer, {})
+        for move in decision.moves
+    ]
     body = {
         "published": name is not None,
         "model": snapshot.model_id,
@@ -190,20 +202,12 @@ def decision_entry(
         "num_blocks": snapshot.num_blocks,
         "based_on": based_on,
         "taken_at": snapshot.taken_at,
-        "strategy": decision.strategy,
-        "schema": decision.schema_name,
-        "trigger": decision.trigger,
-        "reason": decision.reason,
         "refused": decision.planned.refused if decision.planned else "",
         "triggers": [trigger_body(trigger) for trigger in decision.triggers],
-        "gain": decision.gain,
-        "repairs": decision.repairs,
-        "latency_s": [decision.latency_before_s, decision.latency_after_s],
-        "steps_per_s": [decision.steps_per_s_before, decision.steps_per_s_after],
-        "moves": [_move_body(move, costs.get(move.peer, {})) for move in decision.moves],
-        "parameters": dict(decision.parameters),
+        "moves": moves,
+        **_figures(decision),
     }
-    return Kept("placement", name or f"none-{based_on[:12]}", snapshot.taken_at, body)
+    return LoggedDecision("placement", name or f"none-{based_on[:12]}", snapshot.taken_at, body)
 
 
 def is_same_reason(one: str, other: str) -> bool:
@@ -218,16 +222,6 @@ def trigger_body(trigger: Trigger) -> dict[str, Any]:
         "figure": trigger.figure if math.isfinite(trigger.figure) else None,
         "threshold": trigger.threshold,
         "reason": trigger.reason,
-    }
-
-
-def _move_body(move: AnnouncedMove, cost: dict[str, float]) -> dict[str, Any]:
-    return {
-        "peer": move.peer,
-        "was": list(move.was),
-        "to": list(move.to),
-        "gain": move.gain,
-        **cost,
     }
 
 

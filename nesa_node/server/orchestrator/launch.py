@@ -11,8 +11,9 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from nesa_node.core.decision_log import DecisionLog
@@ -31,6 +32,7 @@ from nesa_node.server.orchestrator.planner import PlacementPlanner, Rebalancer, 
 from nesa_node.server.orchestrator.snapshot_store import SnapshotStore, snapshots_path
 from nesa_node.swarm.dht.records import filter_by_model
 from nesa_node.swarm.dht.sealing import PlacementNotice
+from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notice_store import LeaseEligibility, LeaseKeeper, NoticeStore
 from nesa_node.topology.snapshot import Snapshot
@@ -101,10 +103,6 @@ async def follow_placements(
         )
 
 
-class DoubtSource(Protocol):
-    def speed_doubts(self, model_id: ModelId) -> Mapping[PeerId, float]: ...
-
-
 class ClampedSpeeds:
     """Clamps claimed speeds by the measurements that clients report.
 
@@ -112,9 +110,15 @@ class ClampedSpeeds:
     own measurements. Not thread-safe.
     """
 
-    def __init__(self, directory: DoubtSource, claims: SpeedClaims) -> None:
+    def __init__(self, directory: Directory, claims: SpeedClaims) -> None:
         self._directory = directory
         self._claims = claims
+
+    async def fetch(self, model_id: ModelId, num_blocks: int | None = None) -> Snapshot:
+        """A new snapshot with links and clamped speeds."""
+        snapshot = self.clamp(await self._directory.fetch(model_id, num_blocks))
+        # The links of a large swarm take a second to assemble.
+        return await asyncio.to_thread(self._directory.with_links, snapshot)
 
     def clamp(self, snapshot: Snapshot) -> Snapshot:
         """`snapshot` with clamped speeds."""
@@ -161,14 +165,7 @@ async def orchestrate(
         distrusted=distrusted,
         terms=LeaseTerms(config.lease_ttl_s, config.lease_ttl_s * LEASE_GRACE_FRACTION),
     )
-
     believed = ClampedSpeeds(swarm.directory, SpeedClaims(time.monotonic))
-
-    async def look() -> Snapshot:
-        snapshot = believed.clamp(await swarm.directory.fetch(model_id))
-        # The links of a large swarm take a second to assemble.
-        return await asyncio.to_thread(swarm.directory.with_links, snapshot)
-
     store = snapshots_path(config.snapshots_dir, model_id)
     decisions = DecisionLog(config.decisions_path)
     history = History(SnapshotStore(store))
@@ -183,7 +180,7 @@ async def orchestrate(
         swarm.notices,
         lease,
         model_id,
-        look,
+        partial(believed.fetch, model_id),
         planner
         or Rebalancer(
             goal=config.placement_goal, replicas=config.replicas, library=learner.library
@@ -230,15 +227,10 @@ async def run_follower(
     directory = swarm.directory
     swarm.notices.pin_signers(config.allow_orchestrators)
     believed = ClampedSpeeds(directory, SpeedClaims(time.monotonic))
-
-    async def look() -> Snapshot:
-        snapshot = believed.clamp(await directory.fetch(model_id, num_blocks))
-        return await asyncio.to_thread(directory.with_links, snapshot)
-
     await follow_placements(
         swarm.notices,
         lambda: believed.clamp(directory.snapshot(model_id, num_blocks)),
-        look,
+        partial(believed.fetch, model_id, num_blocks),
         model_id,
         placement_filter,
         move_limiter,

@@ -176,7 +176,8 @@ class Orchestrator:
             num_blocks=snapshot.num_blocks,
             based_on=await asyncio.to_thread(snapshot_digest, snapshot),
             exponents=self._exponents(),
-            **_placement_fields(decision),
+            **{name: getattr(decision, name) for name in _PUBLISHED_FIELDS},
+            parameters=dict(decision.parameters),
         )
         log.info(
             "placement_published",
@@ -247,8 +248,3 @@ class Orchestrator:
                 await self._lease.release()
         except (TimeoutError, PeerUnreachableError) as error:
             log.debug("lease_not_released", reason=str(error))
-
-
-def _placement_fields(decision: PlacementDecision) -> dict[str, object]:
-    fields = {name: getattr(decision, name) for name in _PUBLISHED_FIELDS}
-    return fields | {"parameters": dict(decision.parameters)}

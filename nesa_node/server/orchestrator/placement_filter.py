@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from nesa_node.core.ids import PeerId, Span
@@ -57,27 +57,6 @@ class PlacementVerdict:
     reason: str
 
 
-class DistrustedSigners(Set[PeerId]):
-    """Signers of impossible promises; the first `_MAX_DISTRUSTED` are remembered for good."""
-
-    def __init__(self) -> None:
-        self._reasons: OrderedDict[PeerId, str] = OrderedDict()
-
-    def __contains__(self, peer: object) -> bool:
-        return peer in self._reasons
-
-    def __iter__(self) -> Iterator[PeerId]:
-        return iter(tuple(self._reasons))
-
-    def __len__(self) -> int:
-        return len(self._reasons)
-
-    def distrust(self, peer: PeerId, why: str) -> None:
-        if peer not in self._reasons and len(self._reasons) < _MAX_DISTRUSTED:
-            self._reasons[peer] = why
-            log.warning("orchestrator_distrusted", peer=peer, reason=why)
-
-
 _HeldSpans = frozenset[tuple[PeerId, Span]]
 
 
@@ -103,7 +82,9 @@ class PlacementFilter:
         min_gain: float = MIN_GAIN,
     ) -> None:
         self.refused: Counter[str] = Counter()
-        self.distrusted = DistrustedSigners()
+        self.distrusted: set[PeerId] = set()
+        """Signers of impossible promises; the first `_MAX_DISTRUSTED` are remembered for good.
+        Grows in the thread that judges: other threads may ask for a signer, not iterate."""
         self._own = own_peer
         self._score_swarm = score_swarm
         self._num_blocks = num_blocks
@@ -220,9 +201,7 @@ class PlacementFilter:
         return PlacementVerdict(None, "no_gain")
 
     def _find_lie(self, placement: PlacementNotice, snapshot: Snapshot) -> str | None:
-        """Why the placement is impossible in that snapshot; None if it is possible, or was made for
-        a swarm with other spans.
-        """
+        """Why the placement is impossible there; None if it is not, or was made for other spans."""
         if not all(is_applicable(snapshot, move) for move in placement.moves):
             return None
         before, after = self._score(snapshot), self._score(snapshot, placement.moves)
@@ -310,8 +289,11 @@ class PlacementFilter:
         return next((move for move in placement.moves if move.peer == self._own), None)
 
     def _distrust(self, placement: PlacementNotice, why: str) -> PlacementVerdict:
-        self.distrusted.distrust(placement.signer, why)
-        self._accepted_epochs.pop(placement.signer, None)
+        signer = placement.signer
+        if signer not in self.distrusted and len(self.distrusted) < _MAX_DISTRUSTED:
+            self.distrusted.add(signer)
+            log.warning("orchestrator_distrusted", peer=signer, reason=why)
+        self._accepted_epochs.pop(signer, None)
         return PlacementVerdict(None, "absurd")
 
     def _count_refusal(self, placement: PlacementNotice, reason: str) -> None:

@@ -26,7 +26,7 @@ from nesa_node.routing.placement.placement_problem import (
 )
 from nesa_node.routing.placement.rebalance import RebalancePolicy, no_moves, rebalance
 from nesa_node.routing.placement.schemas import SchemaChoice, SchemaLibrary, choose_schema
-from nesa_node.routing.placement.score import Goal, PlacementScore, score_assignment
+from nesa_node.routing.placement.score import Goal, score_assignment
 from nesa_node.swarm.dht.sealing import MAX_MAGNITUDE, MAX_PLACEMENT_MOVES, AnnouncedMove
 from nesa_node.topology.changes.detector import (
     BlockHoldings,
@@ -143,15 +143,15 @@ class PlacementDecision:
     `planned` and `triggers` are for explanations only: the cost of the moves, and the changes seen.
     """
 
-    moves: tuple[AnnouncedMove, ...]
-    gain: float
-    repairs: int
-    latency_before_s: float | None
-    latency_after_s: float | None
-    steps_per_s_before: float | None
-    steps_per_s_after: float | None
-    strategy: str
-    trigger: str
+    moves: tuple[AnnouncedMove, ...] = ()
+    gain: float = 0.0
+    repairs: int = 0
+    latency_before_s: float | None = None
+    latency_after_s: float | None = None
+    steps_per_s_before: float | None = None
+    steps_per_s_after: float | None = None
+    strategy: str = "none"
+    trigger: str = "none"
     reason: str
     parameters: Mapping[str, float] = field(default_factory=dict)
     schema_name: str | None = None
@@ -181,9 +181,7 @@ class Rebalancer:
         sensitivity: Sensitivity | None = None,
         library: Callable[[], SchemaLibrary | None] = lambda: None,
     ) -> None:
-        """`library` returns the known schemas. It is called for every snapshot, in the deciding
-        thread.
-        """
+        """`library` returns the known schemas, called for every snapshot in the deciding thread."""
         self._goal: Goal = goal
         self._replicas = replicas
         self._policy = policy or RebalancePolicy()
@@ -194,7 +192,7 @@ class Rebalancer:
 
     def decide(self, snapshot: Snapshot) -> PlacementDecision:
         if snapshot.num_blocks < 1:
-            return _no_moves("no node serves the model")
+            return PlacementDecision(reason="no node serves the model")
         room = make_placement_problem(
             snapshot, ChainRequest(span=Span(0, snapshot.num_blocks)), replicas=self._replicas
         )
@@ -297,13 +295,9 @@ def score_swarm(snapshot: Snapshot) -> SwarmScore:
     thin = sum(max(REPLICAS - count, 0) for count in coverage)
     if not serving.nodes or serving.num_blocks < 1:
         return SwarmScore(holes, thin, math.inf, 0.0)
-    score: PlacementScore = measure_snapshot(serving)
+    room = make_placement_problem(serving, ChainRequest(span=Span(0, serving.num_blocks)))
+    score = score_assignment(room, room.current_assignment())
     return SwarmScore(holes, thin, score.latency_s, score.steps_per_s)
-
-
-def measure_snapshot(snapshot: Snapshot) -> PlacementScore:
-    room = make_placement_problem(snapshot, ChainRequest(span=Span(0, snapshot.num_blocks)))
-    return score_assignment(room, room.current_assignment())
 
 
 def _plan_costs(moves: RebalancePlan) -> PlanCostPair:
@@ -321,21 +315,6 @@ def _describe_reason(moves: RebalancePlan, report: ChangeReport) -> str:
     if moves.refused and moves.trigger != "none":
         words = f"{words}; {moves.refused}"
     return "; ".join((words, *report.fired))[:256]
-
-
-def _no_moves(reason: str) -> PlacementDecision:
-    return PlacementDecision(
-        moves=(),
-        gain=0.0,
-        repairs=0,
-        latency_before_s=None,
-        latency_after_s=None,
-        steps_per_s_before=None,
-        steps_per_s_after=None,
-        strategy="none",
-        trigger="none",
-        reason=reason,
-    )
 
 
 def _finite(value: float) -> float | None:
