@@ -1,6 +1,5 @@
-"""How operators and programs find this node: the printed join command and the known-swarms file.
-
-Ready file: a JSON file that exists exactly as long as a daemon serves, for scripts and tests.
+"""How operators and programs find this node: the printed join command, the known-swarms file, and
+the ready file, which exists exactly as long as a daemon serves.
 """
 
 from __future__ import annotations

@@ -1,13 +1,6 @@
 """Requests that this node should serve another span, and the limit on how many it grants.
 
-`fill_holes` and `follow_placements` request moves; `SpanRunner` carries out one after another. At
-most `per_hour` are granted in any hour, `pause_s` apart, and none where the operator has pinned the
-blocks.
-
-A node's own rule where no orchestrator plans: fill holes that persist.
-
-It heals a swarm that has lost a region. Nodes with blocks that have other holders move to blocks
-without one; all other nodes stay.
+`fill_holes` and `follow_placements` request moves; `SpanRunner` carries out one after another.
 """
 
 from __future__ import annotations
@@ -92,8 +85,10 @@ class MoveRequest:
 
 
 class MoveLimiter:
-    """Owner of the requests, with room for one that waits: a newer one replaces it. Runs on the
-    event loop.
+    """Owner of the requests, with room for one that waits: a newer one replaces it.
+
+    At most `per_hour` are granted in any hour, `pause_s` apart, and none where the operator has
+    pinned the blocks. Runs on the event loop.
     """
 
     def __init__(
@@ -199,6 +194,8 @@ async def fill_holes(
 ) -> None:
     """Check for holes about every `every_s` seconds, until cancelled.
 
+    This rule heals a swarm that has lost a region, where no orchestrator plans: nodes with blocks
+    that have other holders move to blocks without one; all other nodes stay.
     A block must lack a holder in two consecutive snapshots: a restarting node or a late record is
     no reason to move. `MoveLimiter` and its limits contain the effect of other wrong snapshots.
     """

@@ -1,8 +1,4 @@
-"""A span as this node serves it: weights, cache, and the sessions that use both.
-
-Repeated measurement of a span's speed when the machine has changed, so that the record stays
-true.
-"""
+"""A span as this node serves it, and its speed, measured again when the machine has changed."""
 
 from __future__ import annotations
 
@@ -160,9 +156,8 @@ class RemeasurePolicy:
     """Decides when to measure again, from samples of idle cores while this node runs nothing."""
 
     def __init__(self, now: float) -> None:
-        """The machine was busy at start, if only with loading: the first quiet samples cause a
-        measurement.
-        """
+        # The machine was busy at start, if only with loading: the first quiet samples cause a
+        # measurement.
         self._measured_at = now
         self._idle_cores = math.nan
         """Idle cores at the last measurement."""

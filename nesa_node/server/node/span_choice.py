@@ -1,7 +1,4 @@
-"""Choice of this node's span, and the memory that its blocks and cache need.
-
-The model that a daemon serves, and how it runs it.
-"""
+"""The model that a daemon serves, the choice of its span, and the memory that this needs."""
 
 from __future__ import annotations
 
@@ -59,21 +56,16 @@ def open_node_model(config: NodeConfig) -> NodeModel:
         cache_dir=config.cache_dir,
         max_disk_bytes=disk,
     )
+    device = choose_device(config.device)
+    if device.type == "mps" and config.quant_type != "none":
+        raise ConfigError(f"--quant-type {config.quant_type} needs --device cpu or cuda")
     return NodeModel(
         checkpoint=checkpoint,
         model_id=compute_model_id(checkpoint),
         dtype=checkpoint.resolve_dtype(config.torch_dtype),
         quant_type=config.quant_type,
-        device=_choose_device(config.device, config.quant_type),
+        device=device,
     )
-
-
-def _choose_device(name: str, quant_type: QuantType) -> torch.device:
-    """Raises `ConfigError` for a device that is missing or cannot compute with these weights."""
-    device = choose_device(name)
-    if device.type == "mps" and quant_type != "none":
-        raise ConfigError(f"--quant-type {quant_type} needs --device cpu or cuda")
-    return device
 
 
 log = get_logger(__name__)
@@ -194,9 +186,7 @@ async def claim_span(
 
 
 async def fetch_snapshot(served: NodeModel, swarm: Swarm) -> Snapshot:
-    """A snapshot of the model's nodes; the block count comes from the checkpoint, also for an empty
-    swarm.
-    """
+    """A snapshot of the model's nodes, with the checkpoint's block count even if there is none."""
     num_blocks = served.checkpoint.num_blocks
     snapshot = await swarm.directory.fetch(served.model_id, num_blocks)
     return replace(snapshot, num_blocks=num_blocks)

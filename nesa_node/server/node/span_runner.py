@@ -1,7 +1,4 @@
-"""The loop of a daemon that serves one span after another.
-
-Listener for incoming streams, independent of the span that the node serves.
-"""
+"""The loop of a daemon that serves one span after another."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What an orchestrator has seen and decided, for its snapshot store and for the dashboard.
-
-Decisions of an orchestrator as entries of the decision log, shown by `nesa-node explain`.
+"""What an orchestrator has seen and decided, for its snapshot store, the dashboard and the decision
+log.
 """
 
 from __future__ import annotations
@@ -181,8 +180,8 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 def decision_entry(
     name: str | None, decision: PlacementDecision, snapshot: Snapshot, *, epoch: int
 ) -> LoggedDecision:
-    """The log entry of a decision. `name` is the placement's; None if none was published, then the
-    snapshot's digest names it.
+    """The log entry of a decision, shown by `nesa-node explain`. `name` is the placement's; None if
+    none was published, then the snapshot's digest names it.
 
     The body is JSON; None stands for unknown values, such as the time of a step through a swarm
     with holes.

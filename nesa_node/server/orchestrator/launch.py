@@ -1,9 +1,4 @@
-"""Orchestrators and followers of placements, set up from their configuration.
-
-Follower of placements: requests the moves that this node accepts.
-
-Snapshots with the nodes' claimed speeds limited to what was measured.
-"""
+"""Orchestrators and followers of placements, set up from their configuration."""
 
 from __future__ import annotations
 

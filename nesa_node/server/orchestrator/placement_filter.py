@@ -245,17 +245,14 @@ class PlacementFilter:
         return self._scores[key][1]
 
     def _min_epoch(self, signer: PeerId, now: float) -> int:
-        """The lowest epoch accepted. An unknown signer's epoch counts for its own placements only,
-        since any peer can sign any number.
-        """
-        return max(
-            (
-                epoch
-                for rival, (epoch, until) in self._accepted_epochs.items()
-                if until > now and (rival == signer or rival in self._allowed)
-            ),
-            default=0,
-        )
+        """The lowest epoch accepted."""
+        # Any peer can sign any number: an unknown signer's counts for its own placements only.
+        epochs = [
+            epoch
+            for rival, (epoch, until) in self._accepted_epochs.items()
+            if until > now and (rival == signer or rival in self._allowed)
+        ]
+        return max(epochs, default=0)
 
     def _record_accepted(self, placement: PlacementNotice) -> None:
         self._accepted_epochs[placement.signer] = placement.epoch, placement.expires_at
@@ -271,9 +268,7 @@ class PlacementFilter:
     def _for_this_node(
         self, placements: Iterable[PlacementNotice], snapshot: Snapshot
     ) -> list[PlacementNotice]:
-        """Placements that name this node, those of allowed signers first, so that unknown ones
-        cannot delay them.
-        """
+        """Those that name this node; allowed signers' first: unknown ones cannot delay them."""
         mine = [
             placement
             for placement in placements

@@ -1,10 +1,6 @@
 """Planner of an orchestrator: decides on one snapshot what moves, and scores a swarm.
 
 Pure but for what it remembers between snapshots; `Orchestrator` runs it in a thread.
-
-Change detection over consecutive snapshots.
-
-Score of a swarm, and of the swarm after moves, from a node's own snapshot.
 """
 
 from __future__ import annotations
@@ -48,14 +44,14 @@ from nesa_node.topology.snapshot import NodeState, Snapshot
 
 @dataclass(frozen=True, slots=True)
 class SwarmScore:
-    """Blocks without a holder, holders missing to have two of each block, seconds per step, steps
-    per second of the whole swarm.
-    """
-
     holes: int
+    """Blocks without a holder."""
     missing_replicas: int
+    """Holders missing to have `REPLICAS` of each block."""
     latency_s: float
+    """Seconds per step."""
     steps_per_s: float
+    """Steps per second of the whole swarm."""
 
 
 ScoreSwarm = Callable[[Snapshot], SwarmScore]
@@ -236,10 +232,7 @@ class Rebalancer:
         return self._describe(no_moves(found.before, self._goal, seen), report)
 
     def _remeasured_plan(self, room: PlacementProblem) -> RebalancePlan | None:
-        """The kept plan with its current value.
-
-        None if the spans of its nodes have changed, or blocks have lost holders that it counted on.
-        """
+        """The kept plan with its current value; None if its nodes' spans or holders changed."""
         if self._pending_plan is None:
             return None
         rows = {peer: row for row, peer in enumerate(room.problem.peers)}

@@ -274,18 +274,14 @@ class BatchPolicy(Generic[L]):
         return min(deadline, max((session.overdue_at for session in expected), default=now))
 
     def _wait_for_decodes(self, prefills: Sequence[L], expected: Sequence[L], now: float) -> float:
-        """The time until which prefills wait for a decode step, with which they run at little extra
-        cost.
-        """
+        """The time until which prefills wait for a decode step: with it they cost little extra."""
         first = min(expected, key=lambda session: session.earliest_decode_at)
         gap_s = (first.earliest_decode_at - now) / len(prefills[0].span)
         worth_it = self.cost.predict_s(MIN_PREFILL_TOKENS) <= gap_s
         return now if worth_it else first.overdue_at
 
     def _update_active_clients(self, clients: set[PeerId]) -> None:
-        """Update the active clients. A client saves at most `MAX_CREDIT_TOKENS` while it has
-        nothing to run.
-        """
+        """A client saves at most `MAX_CREDIT_TOKENS` while it has nothing to run."""
         for client in clients - self._active_clients:
             before = self._served_tokens.get(client, self._served_floor)
             self._served_tokens[client] = max(before, self._served_floor - MAX_CREDIT_TOKENS)
@@ -302,8 +298,7 @@ class BatchPolicy(Generic[L]):
         session.scheduled_at = now
 
     def _starved_session(self, waiting: Sequence[L]) -> L | None:
-        """In every `STARVATION_INTERVAL`-th iteration the session that waited longest; else
-        None."""
+        """The session that waited longest, every `STARVATION_INTERVAL` iterations; else None."""
         self._iteration += 1
         if self._iteration % STARVATION_INTERVAL:
             return None
@@ -335,11 +330,8 @@ class BatchPolicy(Generic[L]):
                 room -= session.queued_tokens if session.is_entry_hop else 0
 
     def _max_microbatch_tokens(self, span: Span) -> int:
-        """Most tokens of a microbatch: at least `MAX_DECODE_STEP_TOKENS`, however long they take.
-
-        Otherwise many sessions with one token each would wait longer where a larger batch is as
-        cheap.
-        """
+        # At least `MAX_DECODE_STEP_TOKENS`, however long they take: many sessions with one token
+        # each would wait longer where a larger batch is as cheap.
         limit_s = MAX_ITERATION_S / len(span)
         return max(
             self.cost.max_tokens_within(limit_s, MAX_ITERATION_TOKENS), MAX_DECODE_STEP_TOKENS
@@ -353,11 +345,7 @@ class BatchPolicy(Generic[L]):
         now: float,
         sizes: Sequence[int],
     ) -> int:
-        """Tokens that the iteration may take beside `plan` without delaying the `decoding`
-        sessions too long.
-
-        `sizes`: see `_extend_if_cheaper`.
-        """
+        """Tokens beside `plan` that do not delay `decoding` too long. `sizes`: see below."""
         taken = _planned_tokens(plan)
         blocks = len((plan[0][0] if plan else prefills[0]).span)
         limit_s, least = MAX_ITERATION_S / blocks, MIN_PREFILL_TOKENS
@@ -439,9 +427,7 @@ def _decode_tokens(sessions: Iterable[ScheduledSession]) -> int:
 def _prefill_pressure(
     prefills: Sequence[ScheduledSession], decoding: Sequence[ScheduledSession]
 ) -> float:
-    """Waiting sessions per decoding one, at least 1. Those of a client without a decoding session
-    count as one.
-    """
+    """Waiting sessions per decoding one; those of a client that does not decode count as one."""
     clients = {session.client for session in decoding}
     waiting = sum(session.client in clients for session in prefills)
     waiting += len({session.client for session in prefills} - clients)

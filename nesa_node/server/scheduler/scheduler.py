@@ -27,9 +27,8 @@ from nesa_node.swarm.protocol.messages import Step
 
 
 class SchedulerStats:
-    """Counters of what the device computed since the daemon began, over all spans. The scheduler
-    adds each iteration after its outputs are delivered.
-    """
+    """What the device computed since the daemon began, over all spans. An iteration is added after
+    its outputs are delivered."""
 
     def __init__(self) -> None:
         self.steps = 0

@@ -253,9 +253,7 @@ class SessionQueue(ScheduledSession):
         self._idle.set()
 
     def store_outputs(self, batch: SessionBatch) -> None:
-        """Store what an iteration completed, unless `clear_and_pause` dropped it meanwhile. Does
-        not wake waiters.
-        """
+        """Store what an iteration completed, if not dropped meanwhile. Does not wake waiters."""
         if self._batch is not batch:
             return
         if batch.error is not None:

@@ -78,9 +78,7 @@ class SessionGrant:
 
 
 class Admission:
-    """Accounts reservations. Each is made whole when a session opens and returned whole when it
-    ends.
-    """
+    """Accounts reservations, each made whole when a session opens, returned whole when it ends."""
 
     def __init__(
         self,

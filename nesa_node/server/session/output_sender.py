@@ -1,8 +1,6 @@
 """Output of a session: kept for replay, then sent to the next node or to the client.
 
 T packed tokens, D hidden.
-
-Push stream on which a node of a chain sends its outputs to the next one.
 """
 
 from __future__ import annotations
@@ -57,9 +55,7 @@ class DownstreamStream:
         return self.is_lost or self.stream.can_send_now
 
     async def send(self, step: Step, payload: memoryview | bytes | bytearray) -> None:
-        """Send a step. Does nothing for a lost downstream, since the sender keeps its outputs for
-        replay.
-        """
+        """Send a step; nothing to a lost downstream, whose outputs are kept for replay."""
         if self.is_lost:
             return
         try:
@@ -257,9 +253,7 @@ class OutputSender:
         )
 
     async def _report_lost(self, peer: str, reason: str) -> None:
-        """Report a lost downstream to the client. Later outputs are only stored until it links a
-        replacement.
-        """
+        """Tell the client, which links a replacement; until then outputs are only stored."""
         try:
             await self._client.send(
                 ErrorMessage(code="downstream_lost", message=reason, fatal=False, peer=peer)

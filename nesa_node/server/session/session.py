@@ -285,10 +285,8 @@ class Session:
             self._require_open()
 
     async def _emit_inline(self) -> None:
-        """Send an output that was computed inline, since waking the worker would take longer.
-
-        Sends only what needs no waiting: the caller has other messages to read.
-        """
+        """Send an output that was computed inline: waking the worker would take longer."""
+        # Only what needs no waiting: the caller has other messages to read.
         output_bytes = self._queue.next_output_bytes
         small = output_bytes is not None and output_bytes <= MAX_INLINE_OUTPUT_BYTES
         if not small or self._emit_lock.locked() or not self.sender.is_writable:
