@@ -158,163 +158,156 @@ STEP_BUCKETS_S = (
 RTT_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 BATCH_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
+
+def _gauge(name: str, text: str, labels: tuple[str, ...] = ("model",)) -> Metric:
+    return Metric(name, "gauge", text, labels)
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...] = ("model",)) -> Metric:
+    return Metric(name, "counter", text, labels)
+
+
+def _histogram(
+    name: str, text: str, bounds: tuple[float, ...], labels: tuple[str, ...] = ("model",)
+) -> Metric:
+    return Metric(name, "histogram", text, labels, bounds)
+
+
 # Requests of a gateway; sessions and cache of a node.
-REQUESTS_RUNNING = Metric(
+REQUESTS_RUNNING = _gauge(
     "nesa_num_requests_running",
-    "gauge",
     "Requests that are decoding (gateway), open sessions that are not queued (node).",
-    ("model", "role"),
+    labels=("model", "role"),
 )
-REQUESTS_WAITING = Metric(
+REQUESTS_WAITING = _gauge(
     "nesa_num_requests_waiting",
-    "gauge",
     "Requests before their first token (gateway), sessions queued for the device (node).",
-    ("model", "role"),
+    labels=("model", "role"),
 )
-KV_CACHE_USAGE = Metric(
-    "nesa_kv_cache_usage_perc", "gauge", "Fraction of the KV cache that holds tokens, 0 to 1.",
-    ("model",),
-)  # fmt: skip
-PREFIX_QUERIES = Metric(
-    "nesa_prefix_cache_queries_total", "counter",
-    "Prompt tokens that sessions looked up in the prefix cache.", ("model",),
-)  # fmt: skip
-PREFIX_HITS = Metric(
-    "nesa_prefix_cache_hits_total", "counter", "Tokens found in the prefix cache.", ("model",)
+KV_CACHE_USAGE = _gauge(
+    "nesa_kv_cache_usage_perc", "Fraction of the KV cache that holds tokens, 0 to 1."
 )
-PROMPT_TOKENS = Metric(
-    "nesa_prompt_tokens_total",
-    "counter",
-    "Prompt tokens, including those found in a cache.",
-    ("model",),
+PREFIX_QUERIES = _counter(
+    "nesa_prefix_cache_queries_total", "Prompt tokens that sessions looked up in the prefix cache."
 )
-GENERATION_TOKENS = Metric(
-    "nesa_generation_tokens_total", "counter", "Tokens that were generated.", ("model",)
+PREFIX_HITS = _counter("nesa_prefix_cache_hits_total", "Tokens found in the prefix cache.")
+PROMPT_TOKENS = _counter(
+    "nesa_prompt_tokens_total", "Prompt tokens, including those found in a cache."
 )
-TIME_TO_FIRST_TOKEN = Metric(
-    "nesa_time_to_first_token_seconds", "histogram", "From a request to its first token.",
-    ("model",), FIRST_TOKEN_BUCKETS_S,
-)  # fmt: skip
-INTER_TOKEN_LATENCY = Metric(
-    "nesa_inter_token_latency_seconds", "histogram", "From one token of a choice to the next.",
-    ("model",), INTER_TOKEN_BUCKETS_S,
-)  # fmt: skip
-REQUEST_LATENCY = Metric(
-    "nesa_e2e_request_latency_seconds", "histogram", "From a request to the end of its answer.",
-    ("model",), REQUEST_BUCKETS_S,
-)  # fmt: skip
-REQUEST_SUCCESS = Metric(
-    "nesa_request_success_total", "counter",
+GENERATION_TOKENS = _counter("nesa_generation_tokens_total", "Tokens that were generated.")
+TIME_TO_FIRST_TOKEN = _histogram(
+    "nesa_time_to_first_token_seconds", "From a request to its first token.", FIRST_TOKEN_BUCKETS_S
+)
+INTER_TOKEN_LATENCY = _histogram(
+    "nesa_inter_token_latency_seconds",
+    "From one token of a choice to the next.",
+    INTER_TOKEN_BUCKETS_S,
+)
+REQUEST_LATENCY = _histogram(
+    "nesa_e2e_request_latency_seconds",
+    "From a request to the end of its answer.",
+    REQUEST_BUCKETS_S,
+)
+REQUEST_SUCCESS = _counter(
+    "nesa_request_success_total",
     "Choices that ended: stop, length, tool_calls, abort (the client went) or error.",
-    ("model", "finished_reason"),
-)  # fmt: skip
+    labels=("model", "finished_reason"),
+)
 
 # A gateway's HTTP, and its sessions.
-HTTP_RESPONSES = Metric(
-    "nesa_http_responses_total", "counter", "Answers by route and status code.", ("route", "code")
+HTTP_RESPONSES = _counter(
+    "nesa_http_responses_total", "Answers by route and status code.", labels=("route", "code")
 )
-OPEN_SESSIONS = Metric("nesa_sessions", "gauge", "Sessions that this process has open.", ("model",))
-STEP_LATENCY = Metric(
-    "nesa_step_seconds", "histogram", "A decode step, through all hops and back.", ("model",),
-    STEP_BUCKETS_S,
-)  # fmt: skip
-FAILOVERS = Metric(
-    "nesa_failovers_total", "counter",
+OPEN_SESSIONS = _gauge("nesa_sessions", "Sessions that this process has open.")
+STEP_LATENCY = _histogram(
+    "nesa_step_seconds", "A decode step, through all hops and back.", STEP_BUCKETS_S
+)
+FAILOVERS = _counter(
+    "nesa_failovers_total",
     "Failovers of sessions: a node failed, left, or was too slow.",
-    ("model", "reason"),
-)  # fmt: skip
-RECOVERY_TIME = Metric(
-    "nesa_recovery_seconds", "histogram", "From a failure to the repaired chain.",
-    ("model",), STEP_BUCKETS_S,
-)  # fmt: skip
-
-SUSPICIONS = Metric(
-    "nesa_suspicions_total", "counter",
+    labels=("model", "reason"),
+)
+RECOVERY_TIME = _histogram(
+    "nesa_recovery_seconds", "From a failure to the repaired chain.", STEP_BUCKETS_S
+)
+SUSPICIONS = _counter(
+    "nesa_suspicions_total",
     "Nodes that did not answer a session in time: raised, then withdrawn or confirmed.",
-    ("model", "event"),
-)  # fmt: skip
+    labels=("model", "event"),
+)
 
 # A node's device.
-KV_CACHE_RESERVED = Metric(
-    "nesa_kv_cache_promised_perc", "gauge", "Fraction of the KV cache that is reserved, 0 to 1.",
-    ("model",),
-)  # fmt: skip
-KV_CACHE_CAPACITY = Metric(
-    "nesa_kv_cache_tokens", "gauge", "Capacity of the KV cache in tokens.", ("model",)
+KV_CACHE_RESERVED = _gauge(
+    "nesa_kv_cache_promised_perc", "Fraction of the KV cache that is reserved, 0 to 1."
 )
-NODE_STEPS = Metric("nesa_node_steps_total", "counter", "Steps that were computed.", ("model",))
-NODE_FAILURES = Metric(
-    "nesa_node_step_failures_total", "counter", "Steps that could not be computed.", ("model",)
+KV_CACHE_CAPACITY = _gauge("nesa_kv_cache_tokens", "Capacity of the KV cache in tokens.")
+NODE_STEPS = _counter("nesa_node_steps_total", "Steps that were computed.")
+NODE_FAILURES = _counter("nesa_node_step_failures_total", "Steps that could not be computed.")
+NODE_TOKENS = _counter(
+    "nesa_node_tokens_total",
+    "Tokens that went through the node's blocks.",
+    labels=("model", "phase"),
 )
-NODE_TOKENS = Metric(
-    "nesa_node_tokens_total", "counter", "Tokens that went through the node's blocks.",
-    ("model", "phase"),
-)  # fmt: skip
-BATCH_SIZE = Metric(
-    "nesa_node_batch_size", "histogram", "Sessions that an iteration computed together.",
-    ("model",), BATCH_SIZE_BUCKETS,
-)  # fmt: skip
-ITERATION_TIME = Metric(
-    "nesa_node_iteration_seconds", "histogram", "Compute time of an iteration.", ("model",),
-    STEP_BUCKETS_S,
-)  # fmt: skip
-NODE_STEP_LATENCY = Metric(
-    "nesa_node_step_seconds", "histogram", "From a step's arrival to its result.", ("model",),
-    STEP_BUCKETS_S,
-)  # fmt: skip
-NODE_LOAD = Metric(
-    "nesa_node_load", "gauge", "Fraction of the last 30 s spent computing, plus the queue.",
-    ("model",),
-)  # fmt: skip
-NODE_STATE = Metric(
-    "nesa_node_state", "gauge", "1 for the node's state: joining, serving or draining.",
-    ("model", "state"),
-)  # fmt: skip
-SPAN_START = Metric("nesa_node_span_start", "gauge", "First block of the node.", ("model",))
-SPAN_END = Metric("nesa_node_span_end", "gauge", "Block after the node's last one.", ("model",))
-WEIGHT_BYTES = Metric(
-    "nesa_node_weight_bytes", "gauge", "Memory of the node's weights.", ("model",)
+BATCH_SIZE = _histogram(
+    "nesa_node_batch_size", "Sessions that an iteration computed together.", BATCH_SIZE_BUCKETS
 )
-MEASURED_THROUGHPUT = Metric(
-    "nesa_node_measured_tokens_per_second", "gauge",
+ITERATION_TIME = _histogram(
+    "nesa_node_iteration_seconds", "Compute time of an iteration.", STEP_BUCKETS_S
+)
+NODE_STEP_LATENCY = _histogram(
+    "nesa_node_step_seconds", "From a step's arrival to its result.", STEP_BUCKETS_S
+)
+NODE_LOAD = _gauge("nesa_node_load", "Fraction of the last 30 s spent computing, plus the queue.")
+NODE_STATE = _gauge(
+    "nesa_node_state",
+    "1 for the node's state: joining, serving or draining.",
+    labels=("model", "state"),
+)
+SPAN_START = _gauge("nesa_node_span_start", "First block of the node.")
+SPAN_END = _gauge("nesa_node_span_end", "Block after the node's last one.")
+WEIGHT_BYTES = _gauge("nesa_node_weight_bytes", "Memory of the node's weights.")
+MEASURED_THROUGHPUT = _gauge(
+    "nesa_node_measured_tokens_per_second",
     "Last measured throughput: measured after loading, and when the machine's speed changed.",
-    ("model", "phase"),
-)  # fmt: skip
-MOVE_REQUESTS = Metric(
-    "nesa_moves_total", "counter", "Requests to move the node to another span, by outcome.",
-    ("answer",),
-)  # fmt: skip
-REFUSED_STREAMS = Metric(
-    "nesa_refused_streams_total", "counter", "Sessions, pushes and hand-overs refused or ended.",
-    ("code",),
-)  # fmt: skip
-REFUSED_MESSAGES = Metric(
-    "nesa_refused_messages_total", "counter", "Messages refused in open sessions.", ("code",)
+    labels=("model", "phase"),
+)
+MOVE_REQUESTS = _counter(
+    "nesa_moves_total", "Requests to move the node to another span, by outcome.", labels=("answer",)
+)
+REFUSED_STREAMS = _counter(
+    "nesa_refused_streams_total",
+    "Sessions, pushes and hand-overs refused or ended.",
+    labels=("code",),
+)
+REFUSED_MESSAGES = _counter(
+    "nesa_refused_messages_total", "Messages refused in open sessions.", labels=("code",)
 )
 
 # The swarm, as a daemon or gateway sees it.
-PROCESS_INFO = Metric("nesa_info", "gauge", "Always 1.", ("role", "version", "peer_id"))
-WIRE_BYTES = Metric(
-    "nesa_wire_bytes_total", "counter", "Bytes of hidden states on the wire, by codec.",
-    ("codec", "direction"),
-)  # fmt: skip
-HOP_RTT = Metric(
-    "nesa_hop_round_trip_seconds", "histogram", "Round-trip time of a ping to another node.", (),
+PROCESS_INFO = _gauge("nesa_info", "Always 1.", labels=("role", "version", "peer_id"))
+WIRE_BYTES = _counter(
+    "nesa_wire_bytes_total",
+    "Bytes of hidden states on the wire, by codec.",
+    labels=("codec", "direction"),
+)
+HOP_RTT = _histogram(
+    "nesa_hop_round_trip_seconds",
+    "Round-trip time of a ping to another node.",
     RTT_BUCKETS_S,
-)  # fmt: skip
-UNANSWERED_PINGS = Metric(
-    "nesa_pings_unanswered_total", "counter", "Nodes that did not answer a ping."
+    labels=(),
 )
-REFUSED_RECORDS = Metric(
-    "nesa_refused_records_total", "counter",
-    "Records and notices of the DHT that were rejected.", ("reason",),
-)  # fmt: skip
-KNOWN_NODES = Metric("nesa_nodes", "gauge", "Known nodes of a model.", ("model", "state"))
-BLOCK_REPLICAS = Metric(
-    "nesa_block_replicas", "gauge", "Nodes that serve a block. 0: a hole.", ("model", "block")
+UNANSWERED_PINGS = _counter(
+    "nesa_pings_unanswered_total", "Nodes that did not answer a ping.", labels=()
 )
-ORCHESTRATOR_LEADS = Metric(
-    "nesa_orchestrator_leads", "gauge", "1 while it holds the lease.", ("model",)
+REFUSED_RECORDS = _counter(
+    "nesa_refused_records_total",
+    "Records and notices of the DHT that were rejected.",
+    labels=("reason",),
 )
+KNOWN_NODES = _gauge("nesa_nodes", "Known nodes of a model.", labels=("model", "state"))
+BLOCK_REPLICAS = _gauge(
+    "nesa_block_replicas", "Nodes that serve a block. 0: a hole.", labels=("model", "block")
+)
+ORCHESTRATOR_LEADS = _gauge("nesa_orchestrator_leads", "1 while it holds the lease.")
 
 ALL_METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
