@@ -1,10 +1,7 @@
 """ASGI middleware that authenticates requests, applies rate limits, and reads their bodies.
 
-Ends a response in progress when the caller's key is revoked or expires.
-
-`/login` and `/logout`: exchange an API key for a cookie with a random token.
-
-EventSource and links cannot send headers, and a key stored in a page is readable by its scripts.
+`/login` exchanges an API key for a cookie with a random token, `/logout` ends it: EventSource and
+links cannot send headers, and a key stored in a page is readable by its scripts.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import json
 from base64 import b64encode
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
@@ -42,6 +40,7 @@ from nesa_node.web.rate_limits import RateLimiter
 
 LOGIN_PATH = "/login"
 LOGOUT_PATH = "/logout"
+_READ_METHODS = ("GET", "HEAD")
 # The redirect target is fixed, so there is no open redirect.
 _HOME_PATH = "/"
 _MAX_BODY_BYTES = 8192
@@ -71,18 +70,14 @@ class LoginHandler:
             return
 
     async def _answer(self, request: Request) -> Response:
-        asked = (request.method, request.url.path)
-        if asked in (("GET", LOGIN_PATH), ("HEAD", LOGIN_PATH)):
-            return (
-                RedirectResponse(_HOME_PATH, 303)
-                if self._authenticator.is_open
-                else self._page.response()
-            )
-        if asked == ("POST", LOGIN_PATH):
-            return await self._log_in(request)
-        if asked == ("POST", LOGOUT_PATH):
-            return self._log_out(request)
-        return HttpProblem(405, f"{request.method} is not for {request.url.path}").response()
+        method, path = request.method, request.url.path
+        if method == "POST":
+            return await self._log_in(request) if path == LOGIN_PATH else self._log_out(request)
+        if path == LOGIN_PATH and method in _READ_METHODS:
+            if self._authenticator.is_open:
+                return RedirectResponse(_HOME_PATH, 303)
+            return self._page.response()
+        return HttpProblem(405, f"{method} is not for {path}").response()
 
     async def _log_in(self, request: Request) -> Response:
         form = not _is_json(request)
@@ -93,12 +88,10 @@ class LoginHandler:
             key = _parse_key(await request.body(), form=form)
             caller = self._authenticator.authenticate_key(key, client_address(request.scope))
         except HttpProblem as problem:
-            if not form:
-                return problem.response()
-            return self._page.response(problem)
+            return self._page.response(problem) if form else problem.response()
         done.set_cookie(
             cookie_name(request.scope),
-            self._authenticator.issue_token(caller),
+            self._authenticator.browser_tokens.issue(caller.id),
             max_age=TOKEN_LIFETIME_S,
             httponly=True,
             samesite="strict",
@@ -109,7 +102,7 @@ class LoginHandler:
     def _log_out(self, request: Request) -> Response:
         token = cookie_token(request.scope)
         if token is not None:
-            self._authenticator.revoke_token(token)
+            self._authenticator.browser_tokens.revoke(token)
         done = Response(status_code=204) if _is_json(request) else RedirectResponse(LOGIN_PATH, 303)
         done.delete_cookie(
             cookie_name(request.scope),
@@ -208,7 +201,6 @@ class KeyRevocation:
         await self._send(message)
 
 
-_READ_METHODS = ("GET", "HEAD")
 _CONNECTION_RETRY_S = 1.0
 
 
@@ -258,17 +250,15 @@ class AccessMiddleware:
                 return
             except ClientDisconnect:
                 return
-            await self._call_while_valid(scope, whole, send_with_headers(send, headers))
+            send = send_with_headers(send, headers)
+            caller = scope.get("state", {}).get("caller")
+            if caller is None:
+                await self._app(scope, whole, send)
+            else:
+                is_key_valid = partial(self._authenticator.is_still_valid, caller)
+                await KeyRevocation(is_key_valid, whole, send).run(self._app, scope)
         if self._authenticator.store.has_unsaved_uses:
             await asyncio.to_thread(self._authenticator.store.save_uses)
-
-    async def _call_while_valid(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = scope.get("state", {}).get("caller")
-        if caller is None:
-            await self._app(scope, receive, send)
-        else:
-            leash = KeyRevocation(lambda: self._authenticator.is_still_valid(caller), receive, send)
-            await leash.run(self._app, scope)
 
     async def _admit(
         self, stack: AsyncExitStack, scope: Scope, receive: Receive
@@ -287,7 +277,7 @@ class AccessMiddleware:
         state["caller"] = caller
         stack.enter_context(caller_context(caller.id))
         _assign_connection(scope, caller)
-        if _is_rate_limited(scope, caller):
+        if not caller.by_cookie or scope["method"] not in _READ_METHODS:
             allowance = stack.enter_context(
                 self._rate_limiter.admit_request(caller.id, caller.limits)
             )
@@ -315,10 +305,6 @@ def _assign_connection(scope: Scope, caller: Caller) -> None:
         code="rate_limit_exceeded",
         retry_after_s=_CONNECTION_RETRY_S,
     )
-
-
-def _is_rate_limited(scope: Scope, caller: Caller) -> bool:
-    return not (caller.by_cookie and scope["method"] in _READ_METHODS)
 
 
 def _refusal_response(problem: HttpProblem, scope: Scope) -> Response:

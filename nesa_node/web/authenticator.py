@@ -144,10 +144,10 @@ class _IssuedToken:
 
 
 class BrowserTokens:
-    """Tokens by their hashes, the oldest first. `clock` is monotonic, in seconds.
+    """Login tokens, the values of browsers' cookies, by their hashes, the oldest first.
 
-    A token is valid in this process only. The caller must check each time whether its key is still
-    valid.
+    They are kept in memory only. Whether a token's key is still valid must be checked each time.
+    `clock` is monotonic, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -159,14 +159,16 @@ class BrowserTokens:
 
     def issue(self, key_id: str) -> str:
         """Issue a token for a key; beyond the limits, the oldest tokens are dropped."""
-        self._drop_expired()
+        now = self._clock()
+        while self._tokens and next(iter(self._tokens.values())).expires_at <= now:
+            self._tokens.popitem(last=False)
         of_key = [name for name, stay in self._tokens.items() if stay.key_id == key_id]
         for name in of_key[: max(0, len(of_key) - MAX_TOKENS_PER_KEY + 1)]:
             del self._tokens[name]
         while len(self._tokens) >= MAX_TOKENS:
             self._tokens.popitem(last=False)
         token = secrets.token_urlsafe(_TOKEN_BYTES)
-        self._tokens[_token_hash(token)] = _IssuedToken(key_id, self._clock() + TOKEN_LIFETIME_S)
+        self._tokens[_token_hash(token)] = _IssuedToken(key_id, now + TOKEN_LIFETIME_S)
         return token
 
     def key_id(self, token: str) -> str | None:
@@ -178,14 +180,8 @@ class BrowserTokens:
         self._tokens.pop(_token_hash(token), None)
 
     def revoke_key(self, key_id: str) -> None:
-        """Forget all tokens of this key."""
         for name in [name for name, stay in self._tokens.items() if stay.key_id == key_id]:
             del self._tokens[name]
-
-    def _drop_expired(self) -> None:
-        now = self._clock()
-        while self._tokens and next(iter(self._tokens.values())).expires_at <= now:
-            self._tokens.popitem(last=False)
 
 
 def _token_hash(token: str) -> bytes:
@@ -238,17 +234,10 @@ def caller_context(caller: str) -> Iterator[None]:
 class Authenticator:
     """Authenticates requests. Without any keys it admits every request: loopback only."""
 
-    def __init__(
-        self,
-        config: AccessConfig,
-        *,
-        store: KeyStore | None = None,
-        wrong_keys: WrongKeyThrottle | None = None,
-        browser_tokens: BrowserTokens | None = None,
-    ) -> None:
-        self.store = store or KeyStore(config.keys_path)
-        self._wrong_keys = wrong_keys or WrongKeyThrottle()
-        self._browser_tokens = browser_tokens or BrowserTokens()
+    def __init__(self, config: AccessConfig) -> None:
+        self.store = KeyStore(config.keys_path)
+        self.browser_tokens = BrowserTokens()
+        self._wrong_keys = WrongKeyThrottle()
         self._allow_open = config.allow_open
         chosen = secret_text(config.api_key)
         self._config_key_digest = None if chosen is None else key_digest(chosen)
@@ -264,7 +253,11 @@ class Authenticator:
     def is_open(self) -> bool:
         """Whether no key is required. False for good once there have been keys."""
         if not self._has_had_keys:
-            self._has_had_keys = self._config_key_digest is not None or self._may_have_keys()
+            try:
+                has_stored_keys = self.store.has_had_keys
+            except ConfigError:  # unreadable, so there may be keys
+                has_stored_keys = True
+            self._has_had_keys = self._config_key_digest is not None or has_stored_keys
         return not self._has_had_keys
 
     def check_exposure(self, address: HttpAddress) -> None:
@@ -339,42 +332,29 @@ class Authenticator:
             },
         )
 
-    def _may_have_keys(self) -> bool:
-        try:
-            return self.store.has_had_keys
-        except ConfigError:
-            return True
-
     def _is_config_key(self, key: str) -> bool:
         return self._config_key_digest is not None and hmac.compare_digest(
             key_digest(key), self._config_key_digest
         )
 
-    def issue_token(self, caller: Caller) -> str:
-        """Issue a browser token for the caller."""
-        return self._browser_tokens.issue(caller.id)
-
-    def revoke_token(self, token: str) -> None:
-        self._browser_tokens.revoke(token)
-
     def _authenticate_token(self, token: str) -> Caller | None:
-        key_id = self._browser_tokens.key_id(token)
+        key_id = self.browser_tokens.key_id(token)
         if key_id is None:
             return None
         if key_id == CONFIG_KEY_ID:
             return Caller(CONFIG_KEY_ID, CONFIG_KEY_ID, self._default_limits, by_cookie=True)
         stored = self._look_up(self.store.find_by_id, key_id)
         if stored is None:
-            self._browser_tokens.revoke_key(key_id)
+            self.browser_tokens.revoke_key(key_id)
             return None
         return self._stored_key_caller(stored, by_cookie=True)
 
     def _stored_key_caller(self, stored: StoredKey, *, by_cookie: bool = False) -> Caller:
-        own, usual = stored, self._default_limits
+        usual = self._default_limits
         limits = KeyLimits(
-            requests_per_minute=own.requests_per_minute or usual.requests_per_minute,
-            tokens_per_minute=own.tokens_per_minute or usual.tokens_per_minute,
-            concurrent_requests=own.concurrent_requests or usual.concurrent_requests,
+            requests_per_minute=stored.requests_per_minute or usual.requests_per_minute,
+            tokens_per_minute=stored.tokens_per_minute or usual.tokens_per_minute,
+            concurrent_requests=stored.concurrent_requests or usual.concurrent_requests,
         )
         self.store.record_use(stored)
         return Caller(stored.id, stored.name, limits, by_cookie)
@@ -400,7 +380,6 @@ def key_in_headers(headers: Headers) -> str | None:
 
 
 def client_address(scope: Scope) -> str:
-    """Address of the client that sent the request."""
     client = scope.get("client")
     return str(client[0]) if client else ""
 

@@ -17,8 +17,6 @@ READ_TIMEOUT_S = 60.0
 MAX_HELD_BODIES = 16
 """Maximum size of all held bodies, in bodies of the maximum size."""
 CALLER_SHARE_DIVISOR = 4
-"""A caller may hold 1 / `CALLER_SHARE_DIVISOR` of all bytes, and more while half of them are free.
-"""
 _OVERLOAD_RETRY_S = 2.0
 
 

@@ -1,7 +1,4 @@
-"""Table of a server's open connections, which decides which of them to drop for a new one.
-
-HTTP connections with timeouts for stalled clients, which uvicorn lacks.
-"""
+"""HTTP connections with limits of number and time, which uvicorn lacks."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class ServedConnection(Protocol):
 
 
 class ConnectionTable:
-    """At most `most` connections; one more drops a connection that waits for its client.
+    """At most `max_connections`; one more drops a connection that waits for its client.
 
     Connections without a key are dropped first, then idle ones with a key; among them the oldest of
     the address or key with the most connections. So idle connections block no request, and an
@@ -222,10 +219,9 @@ class HttpConnection(H11Protocol, asyncio.BufferedProtocol):
 
     def _start_headers_timer(self) -> None:
         if self._headers_timer is None:
-            known = self._table.has_key(self)
-            wait_s = (
-                HEADERS_TIMEOUT_S if known else min(KEYLESS_HEADERS_TIMEOUT_S, HEADERS_TIMEOUT_S)
-            )
+            wait_s = HEADERS_TIMEOUT_S
+            if not self._table.has_key(self):
+                wait_s = min(KEYLESS_HEADERS_TIMEOUT_S, wait_s)
             self._headers_timer = self.loop.call_later(wait_s, self._close_without_headers)
 
     def _cancel_headers_timer(self) -> None:

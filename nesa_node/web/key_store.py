@@ -3,8 +3,6 @@
 Only the SHA-256 of a key is stored. A slow hash (scrypt, Argon2) protects secrets that people
 choose; a key has 256 random bits and cannot be guessed at any speed, and a slow hash would delay
 every request.
-
-File of API keys, shared by several processes: read often, written rarely.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -83,9 +81,6 @@ class KeyFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
-
-    def exists(self) -> bool:
-        return self.read_stamp() != _NO_FILE
 
     def read_stamp(self) -> FileStamp:
         try:
@@ -241,7 +236,7 @@ class KeyStore:
 
         Raises `ConfigError` if the file cannot be examined.
         """
-        return self._file.exists()
+        return self._file.read_stamp() != _NO_FILE
 
     def find(self, key: str) -> StoredKey | None:
         """The stored key of the secret `key`; None if unknown, revoked or expired.
@@ -265,8 +260,7 @@ class KeyStore:
 
     def read_all(self) -> tuple[StoredKey, ...]:
         """All keys in the order of creation. Raises `ConfigError`."""
-        keys, _ = self._file.read_keys()
-        return keys
+        return self._file.read_keys()[0]
 
     def add(
         self, name: str, limits: KeyLimits | None = None, expires_at: float | None = None
@@ -304,7 +298,15 @@ class KeyStore:
     def revoke(self, name_or_id: str) -> StoredKey:
         """Delete the key with this id, name or secret. Raises `ConfigError`."""
         with self._file.edit_keys() as keys:
-            found = _find_named(keys, name_or_id)
+            by_id = {key.id: key for key in keys}
+            by_name = {key.name: key for key in keys}
+            found = by_id.get(name_or_id) or by_name.get(name_or_id)
+            found = found or by_id.get(derive_key_id(name_or_id))
+            if found is None:
+                # The message does not repeat the argument: it may be a key.
+                raise ConfigError(
+                    "no key has this id or name; `nesa-node keys list` shows those that there are"
+                )
             keys.remove(found)
         self._checked_at = None
         return found
@@ -317,10 +319,8 @@ class KeyStore:
     def record_use(self, stored: StoredKey) -> None:
         """Record that the key was used now, at most once per `USE_SAVE_INTERVAL_S`."""
         now = self._clock()
-        if (
-            now - max(stored.used_at or 0.0, self._used_at.get(stored.id, 0.0))
-            < USE_SAVE_INTERVAL_S
-        ):
+        used_at = max(stored.used_at or 0.0, self._used_at.get(stored.id, 0.0))
+        if now - used_at < USE_SAVE_INTERVAL_S:
             return
         if len(self._used_at) >= MAX_KEYS:
             self._used_at.clear()
@@ -376,15 +376,3 @@ def derive_key_id(key: str) -> str:
 
 def _new_secret() -> str:
     return KEY_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
-
-
-def _find_named(keys: Sequence[StoredKey], wanted: str) -> StoredKey:
-    by_id = {key.id: key for key in keys}
-    by_name = {key.name: key for key in keys}
-    found = by_id.get(wanted) or by_name.get(wanted) or by_id.get(derive_key_id(wanted))
-    if found is not None:
-        return found
-    # Not repeated: it may be a key.
-    raise ConfigError(
-        "no key has this id or name; `nesa-node keys list` shows those that there are"
-    )

@@ -1,7 +1,4 @@
-"""HTTP errors in OpenAI's JSON format, which its clients turn into exceptions.
-
-Refusals that reach the client although its request's body was not read.
-"""
+"""HTTP errors in OpenAI's JSON format, and refusals of requests with an unread body."""
 
 from __future__ import annotations
 
@@ -16,18 +13,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 _ERROR_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    421: "invalid_request_error",
-    422: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
+    **dict.fromkeys((400, 405, 408, 413, 415, 421, 422), "invalid_request_error"),
 }
 
 
@@ -85,7 +76,8 @@ async def send_refusal(response: Response, scope: Scope, receive: Receive, send:
     A client that is still sending would lose the response if the connection closed at once. So its
     body is discarded first, for at most `DISCARD_TIMEOUT_S` seconds and `MAX_DISCARDED_BYTES`.
     """
-    if not _has_body(Headers(scope=scope)):
+    headers = Headers(scope=scope)
+    if "transfer-encoding" not in headers and headers.get("content-length", "0") == "0":
         await response(scope, receive, send)
         return
     response.headers["connection"] = "close"
@@ -117,10 +109,6 @@ def send_with_headers(send: Send, headers: Mapping[str, str], *, override: bool 
         await send(message)
 
     return sent
-
-
-def _has_body(headers: Headers) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 async def _discard_body(receive: Receive) -> None:

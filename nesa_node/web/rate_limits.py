@@ -1,15 +1,8 @@
-"""Rate limits per caller: requests and tokens per minute, and concurrent requests.
+"""Limits of callers: requests and tokens per minute, concurrent requests, wrong keys, slots.
 
 Token buckets that hold a minute's worth: within any T minutes a caller gets at most (1 + T) times
 the limit. A bucket takes two numbers per caller, where an exact sliding window needs the times of
 the last N requests, and it gives the retry time directly.
-
-The tokens of a request are known when it has ended, so they are charged afterwards: a request is
-admitted while the bucket is not empty, and may leave it negative.
-
-Throttle of wrong API keys, per client address.
-
-Fair sharing of a fixed number of slots between API keys.
 """
 
 from __future__ import annotations
@@ -20,8 +13,8 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from ipaddress import IPv6Address, ip_address
+from dataclasses import dataclass
+from ipaddress import IPv6Address, IPv6Network, ip_address
 
 from nesa_node.web.key_store import KeyLimits
 from nesa_node.web.problem import HttpProblem
@@ -29,8 +22,6 @@ from nesa_node.web.problem import HttpProblem
 MAX_IDLE_CALLERS = 4096
 """Maximum number of idle callers in memory; an evicted one starts with full buckets again."""
 _MINUTE_S = 60.0
-_NEXT_REQUEST_TEXT = "the next one is free"
-_DEBT_TEXT = "it has used more, which is paid off"
 _CONCURRENCY_RETRY_S = 1.0
 # Tolerance for rounding errors.
 _ROUNDING_ERROR = 1e-9
@@ -38,7 +29,7 @@ _ROUNDING_ERROR = 1e-9
 
 @dataclass(slots=True)
 class TokenBucket:
-    """Token bucket with `level` at time `at`, in seconds of any clock; it holds `per_minute`."""
+    """Bucket with `level` at `updated_at`, in seconds of any clock; it holds `per_minute`."""
 
     level: float
     updated_at: float
@@ -49,7 +40,7 @@ class TokenBucket:
         self.updated_at = max(self.updated_at, now)
 
     def wait_s(self, amount: float, per_minute: float) -> float:
-        """Seconds from the last `fill` until `amount` is available; 0.0 if it is."""
+        """Seconds from the last `refill` until `amount` is available; 0.0 if it is."""
         lacking = amount - self.level
         return 0.0 if lacking <= _ROUNDING_ERROR else lacking * _MINUTE_S / per_minute
 
@@ -66,14 +57,22 @@ class _CallerUsage:
 
 @dataclass(slots=True)
 class Allowance:
-    """An admitted request. `headers` give the remaining limits, as OpenAI's do."""
+    """An admitted request. `headers` give the remaining limits, as OpenAI's do.
+
+    The tokens of a request are known when it has ended, so they are charged afterwards: a request
+    is admitted while the bucket is not empty, and may leave it negative.
+    """
 
     headers: Mapping[str, str]
-    _spend: Callable[[int], None] = field(repr=False)
+    _tokens: TokenBucket
+    _per_minute: int | None
+    _clock: Callable[[], float]
 
     def spend_tokens(self, count: int) -> None:
         """Charge tokens to the caller; may be called several times."""
-        self._spend(count)
+        if self._per_minute is not None:
+            self._tokens.refill(self._per_minute, self._clock())
+            self._tokens.level -= count
 
 
 class RateLimiter:
@@ -94,15 +93,13 @@ class RateLimiter:
         """
         now = self._clock()
         account = self._refilled_usage(caller, limits, now)
-        self._check_limits(account, limits, now)
+        _check_limits(account, limits)
         if limits.requests_per_minute is not None:
             account.requests.level -= 1
         account.running += 1
         try:
-            yield Allowance(
-                _rate_limit_headers(account, limits),
-                lambda count: self._spend_tokens(account, limits, count),
-            )
+            headers = _rate_limit_headers(account, limits)
+            yield Allowance(headers, account.tokens, limits.tokens_per_minute, self._clock)
         finally:
             account.running -= 1
 
@@ -111,7 +108,7 @@ class RateLimiter:
         if account is None:
             if len(self._usage) >= MAX_IDLE_CALLERS:
                 self._usage = {n: a for n, a in self._usage.items() if a.running}
-            # The first `fill` cuts the level to the capacity.
+            # The first `refill` cuts the level to the capacity.
             account = _CallerUsage(TokenBucket(math.inf, now), TokenBucket(math.inf, now))
             self._usage[caller] = account
         if limits.requests_per_minute is not None:
@@ -120,37 +117,28 @@ class RateLimiter:
             account.tokens.refill(limits.tokens_per_minute, now)
         return account
 
-    def _check_limits(self, account: _CallerUsage, limits: KeyLimits, now: float) -> None:
-        most = limits.concurrent_requests
-        if most is not None and account.running >= most:
-            raise _rate_limit_problem(
-                f"this key may have {most} requests at once; wait until one of them ends",
-                _CONCURRENCY_RETRY_S,
-                _rate_limit_headers(account, limits),
-            )
-        for bucket, per_minute, may, then in (
-            (account.requests, limits.requests_per_minute, "make {} requests", _NEXT_REQUEST_TEXT),
-            (account.tokens, limits.tokens_per_minute, "use {} tokens", _DEBT_TEXT),
-        ):
-            wait_s = bucket.wait_s(1, per_minute) if per_minute else 0.0
-            if wait_s:
-                raise _rate_limit_problem(
-                    f"this key may {may.format(per_minute)} per minute; {then} in {wait_s:.3g} s",
-                    wait_s,
-                    _rate_limit_headers(account, limits),
-                )
 
-    def _spend_tokens(self, account: _CallerUsage, limits: KeyLimits, count: int) -> None:
-        if limits.tokens_per_minute is not None:
-            account.tokens.refill(limits.tokens_per_minute, self._clock())
-            account.tokens.level -= count
-
-
-def _rate_limit_problem(
-    message: str, retry_after_s: float, headers: Mapping[str, str]
-) -> HttpProblem:
-    return HttpProblem(
-        429, message, code="rate_limit_exceeded", retry_after_s=retry_after_s, headers=headers
+def _check_limits(account: _CallerUsage, limits: KeyLimits) -> None:
+    """Raise `HttpProblem` 429 for the first limit that the caller has reached."""
+    most = limits.concurrent_requests
+    requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
+    if most is not None and account.running >= most:
+        wait_s = _CONCURRENCY_RETRY_S
+        reason = f"have {most} requests at once; wait until one of them ends"
+    elif requests and (wait_s := account.requests.wait_s(1, requests)):
+        reason = f"make {requests} requests per minute; the next one is free in {wait_s:.3g} s"
+    elif tokens and (wait_s := account.tokens.wait_s(1, tokens)):
+        reason = (
+            f"use {tokens} tokens per minute; it has used more, which is paid off in {wait_s:.3g} s"
+        )
+    else:
+        return
+    raise HttpProblem(
+        429,
+        f"this key may {reason}",
+        code="rate_limit_exceeded",
+        retry_after_s=wait_s,
+        headers=_rate_limit_headers(account, limits),
     )
 
 
@@ -230,15 +218,11 @@ def address_group(address: str) -> str:
         return address
     if parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)
-    return str(
-        IPv6Address(
-            int(parsed) >> (128 - _IPV6_CLIENT_PREFIX_BITS) << (128 - _IPV6_CLIENT_PREFIX_BITS)
-        )
-    )
+    return str(IPv6Network((parsed, _IPV6_CLIENT_PREFIX_BITS), strict=False).network_address)
 
 
 SHARE_DIVISOR = 4
-"""A key may hold this fraction (1 / SHARE) of the slots, regardless of other keys."""
+"""A key may hold this fraction (1 / `SHARE_DIVISOR`) of the slots, regardless of other keys."""
 
 
 class FairSlots:
@@ -279,7 +263,7 @@ class FairSlots:
 
     @contextmanager
     def hold(self, caller: str, count: int = 1) -> Iterator[None]:
-        """Hold `count` slots within the context; errors as for `take`."""
+        """Hold `count` slots within the context; errors as for `acquire`."""
         self.acquire(caller, count)
         try:
             yield

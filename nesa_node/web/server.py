@@ -1,11 +1,4 @@
-"""HTTP server (uvicorn) in the caller's event loop, as an async context.
-
-Serves an application with authentication, limits, CORS and request ids.
-
-Request ids: taken from the client or generated, and returned in the response.
-
-Prometheus endpoint `/metrics`, with the metrics of given sources and of the process.
-"""
+"""HTTP server (uvicorn) in the caller's event loop: with access control, or of `/metrics` only."""
 
 from __future__ import annotations
 
@@ -15,7 +8,7 @@ import re
 import resource
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nesa_node.core.errors import AddressInUseError
 from nesa_node.core.logging import get_logger
-from nesa_node.core.metrics import Histogram, Metric, MetricRegistry, MetricSample
+from nesa_node.core.metrics import Histogram, MetricKind, MetricRegistry, MetricSample
 from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.core.settings.models import AccessConfig
 from nesa_node.web.access import AccessMiddleware
@@ -150,14 +143,10 @@ def _open_socket(address: HttpAddress, flag: str) -> socket.socket:
     except OSError as error:
         listening.close()
         raise AddressInUseError(
-            f"cannot listen on {address}: {error.strerror or error}; "
-            f"give another {_part_to_change(error)} with {flag}"
+            f"cannot listen on {address}: {error.strerror or error}; give another "
+            f"{'address' if error.errno == errno.EADDRNOTAVAIL else 'port'} with {flag}"
         ) from None
     return listening
-
-
-def _part_to_change(error: OSError) -> str:
-    return "address" if error.errno == errno.EADDRNOTAVAIL else "port"
 
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -165,17 +154,17 @@ _WELL_FORMED = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class RequestIdMiddleware:
-    """ASGI middleware that sets `scope["state"]["request_id"]` and the response header."""
+    """ASGI middleware that sets `scope["state"]["request_id"]` and the response header.
+
+    The id is the client's, if it is well-formed, or random.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         state = scope.setdefault("state", {})
-        if "request_id" in state:
+        if scope["type"] != "http" or "request_id" in state:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
@@ -253,6 +242,11 @@ METRICS_PATH = "/metrics"
 _INVALID_VERSION = re.compile(r"version=(?![0-9]{1,9}(\.[0-9]{1,9})*\s*([,;]|$))")
 """Versions in Accept headers that are no numbers, on which prometheus_client fails."""
 MetricFamily = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+_FAMILIES: Mapping[MetricKind, type[MetricFamily]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 class MetricsPage:
@@ -298,8 +292,7 @@ async def serve_metrics(
     sources: MetricRegistry, address: HttpAddress
 ) -> AsyncIterator[HttpAddress]:
     """Serve `/metrics` until the context ends; yields the address. Raises `AddressInUseError`."""
-    app: ASGIApp = MetricsPage(sources)
-    async with serve_app(app, address, flag="--metrics") as found:
+    async with serve_app(MetricsPage(sources), address, flag="--metrics") as found:
         yield found
 
 
@@ -311,19 +304,14 @@ class _SampleCollector(Collector):
     def collect(self) -> Iterator[MetricFamily]:
         families: dict[str, MetricFamily] = {}
         for sample in self.samples:
-            family = families.get(sample.metric.name)
+            metric = sample.metric
+            family = families.get(metric.name)
             if family is None:
-                family = families[sample.metric.name] = _make_family(sample.metric)
+                make_family = _FAMILIES[metric.kind]
+                family = make_family(metric.name, metric.help, labels=metric.labels)
+                families[metric.name] = family
             _add_sample(family, sample)
         yield from families.values()
-
-
-def _make_family(metric: Metric) -> MetricFamily:
-    if metric.kind == "histogram":
-        return HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
-    if metric.kind == "counter":
-        return CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
-    return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
 
 
 def _add_sample(family: MetricFamily, sample: MetricSample) -> None:
