@@ -1,7 +1,4 @@
-"""Dashboard application: its page, feed and JSON over HTTP, alone or within a gateway.
-
-Static files of the page, read once, with their HTTP caching and security headers.
-"""
+"""Dashboard application: its page, feed and JSON over HTTP, alone or within a gateway."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ from nesa_node.client.model.activity import Activity
 from nesa_node.dashboard.feed import MAX_VIEWERS, StateFeed, StateStream
 from nesa_node.dashboard.observer import (
     POLL_INTERVAL_S,
+    STARTING_JSON,
     ModelTopologies,
     SwarmObserver,
-    TopologyDocument,
 )
 from nesa_node.dashboard.state import DashboardState
 from nesa_node.swarm.node import Swarm
@@ -72,22 +69,23 @@ class StaticFile:
         }
         if request.headers.get("if-none-match") == self.etag:
             return Response(status_code=304, headers=headers)
+        body = self.body
         if "gzip" in request.headers.get("accept-encoding", ""):
             headers["content-encoding"] = "gzip"
-            return Response(self.gzip_body, headers=headers, media_type=self.media_type)
-        return Response(self.body, headers=headers, media_type=self.media_type)
+            body = self.gzip_body
+        return Response(body, headers=headers, media_type=self.media_type)
 
 
-def load_static_files(folder: Path = STATIC_FOLDER) -> dict[str, StaticFile]:
-    """Load all static files, by their path below `folder`, with slashes."""
+def load_static_files() -> dict[str, StaticFile]:
+    """Load all static files, by their path below `STATIC_FOLDER`, with slashes."""
     assets = {}
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(STATIC_FOLDER.rglob("*")):
         if path.is_file() and path.suffix in _MEDIA_TYPES:
             body = path.read_bytes()
             tag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
             packed = gzip.compress(body, 6, mtime=0)
             asset = StaticFile(body, packed, _MEDIA_TYPES[path.suffix], tag)
-            assets[path.relative_to(folder).as_posix()] = asset
+            assets[path.relative_to(STATIC_FOLDER).as_posix()] = asset
     return assets
 
 
@@ -164,7 +162,7 @@ class Dashboard:
         body = await self.topologies.encode_json(model)
         if body is None and model in {view.model_id for view in self.state.models}:
             # The page requests the topology of a model before its first one is computed.
-            body = await TopologyDocument().encode_json()
+            body = STARTING_JSON
         return Response(status_code=404) if body is None else Response(body, media_type=_JSON_TYPE)
 
 

@@ -2,8 +2,6 @@
 
 A viewer's only state is the version that it has; it is sent the changes since then when it can
 receive. So viewers share one computation, and a slow one needs no queue.
-
-Versioned document of sections, which encodes the changes since any version.
 """
 
 from __future__ import annotations
@@ -134,7 +132,6 @@ HEARTBEAT_S = 5.0
 STALLED_VIEWER_TIMEOUT_S = 60.0
 """Timeout for sending one event; a viewer that exceeds it is disconnected."""
 _RETRY_S = 10.0
-
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),

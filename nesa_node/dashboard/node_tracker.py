@@ -1,37 +1,23 @@
-"""Tracker of a swarm's nodes: their last records, failures and losses.
+"""Tracker of a swarm's nodes: their last records, failures and losses, and the log of its events.
 
 A state machine without I/O: input are records, pings and the time; output are nodes and events.
-
-Event log of a swarm, with the newest events of each kind.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.swarm.dht.records import NodeRecord
 
-EventKind = Literal[
-    "watching",
-    "joined",
-    "serving",
-    "draining",
-    "moved",
-    "left",
-    "failing",
-    "lost",
-    "back",
-    "restarted",
-    "hole",
-    "healed",
-    "failover",
-    "placement",
+_NodeEventKind = Literal[
+    "joined", "serving", "draining", "moved", "left", "failing", "lost", "back", "restarted"
 ]
+EventKind = Literal[_NodeEventKind, "watching", "hole", "healed", "failover", "placement"]
 
 MAX_EVENTS_PER_KIND = 40
 MAX_EVENTS_PER_BURST = 12
@@ -136,12 +122,8 @@ class NodeTracker:
     """Present and lost nodes; a node that withdraws its record is removed at once."""
 
     def __init__(self) -> None:
-        self._nodes: dict[PeerId, TrackedNode] = {}
+        self.nodes: dict[PeerId, TrackedNode] = {}
         self._is_initialized = False
-
-    @property
-    def nodes(self) -> Mapping[PeerId, TrackedNode]:
-        return self._nodes
 
     def update_records(self, records: Iterable[NodeRecord], now: float) -> list[DashboardEvent]:
         """Update from records, including withdrawals. The first call gives one event for all."""
@@ -151,27 +133,27 @@ class NodeTracker:
                 events += self._apply_record(record, now)
         if not self._is_initialized:
             self._is_initialized = True
-            words = f"Watching; {len(self._nodes)} nodes were here already"
+            words = f"Watching; {len(self.nodes)} nodes were here already"
             events = [DashboardEvent(at=now, kind="watching", text=words)]
         return events + self.advance_time(now)
 
     def record_ping(self, peer: PeerId, *, answered: bool) -> None:
         """Record the result of a ping to `peer`; the next `advance_time` reports a change."""
-        sighting = self._nodes.get(peer)
+        sighting = self.nodes.get(peer)
         if sighting is not None:
             sighting.has_answered = sighting.has_answered or answered
             sighting.is_silent = sighting.has_answered and not answered
 
     def record_failure(self, peer: PeerId, at: float) -> None:
         """Record that `peer` failed a session of this process; `advance_time` reports it."""
-        sighting = self._nodes.get(peer)
+        sighting = self.nodes.get(peer)
         if sighting is not None and at > (sighting.failed_at or 0.0):
             sighting.failed_at = at
 
     def advance_time(self, now: float) -> list[DashboardEvent]:
         """Advance the time: records expire, and nodes are removed `LOST_RETENTION_S` after that."""
         events: list[DashboardEvent] = []
-        for sighting in self._nodes.values():
+        for sighting in self.nodes.values():
             record = sighting.record
             events += _update_failing(sighting, now)
             if sighting.lost_at is None and record.expires_at <= now:
@@ -181,27 +163,27 @@ class NodeTracker:
                 events.append(_node_event("lost", words, record, now))
         over = [
             peer
-            for peer, sighting in self._nodes.items()
+            for peer, sighting in self.nodes.items()
             if sighting.lost_at is not None and now - sighting.lost_at >= LOST_RETENTION_S
         ]
         for peer in over:
-            del self._nodes[peer]
-        self._evict_beyond(MAX_TRACKED_NODES)
+            del self.nodes[peer]
+        self._evict_excess()
         return events
 
     def _apply_record(self, record: NodeRecord, now: float) -> Iterator[DashboardEvent]:
         peer = PeerId(record.peer_id)
-        known = self._nodes.get(peer)
+        known = self.nodes.get(peer)
         if known is not None and record.seq <= known.record.seq:
             return
         if record.state == "withdrawn":
             if known is not None:
-                del self._nodes[peer]
+                del self.nodes[peer]
                 yield _node_event("left", "left in order", record, now)
             return
         if known is None:
-            self._nodes[peer] = TrackedNode(record)
-            yield _node_event("joined", _describe_arrival(record), record, now)
+            self.nodes[peer] = TrackedNode(record)
+            yield _node_event("joined", f"joined, {_describe_blocks(record)}", record, now)
             return
         yield from _change_events(known, record, now)
         since = known.counted_since or known.record
@@ -214,13 +196,13 @@ class NodeTracker:
             known.is_silent = False
         known.record, known.lost_at = record, None
 
-    def _evict_beyond(self, limit: int) -> None:
+    def _evict_excess(self) -> None:
         """Evict lost nodes first, then the newest, so that new nodes cannot displace old ones."""
-        excess = len(self._nodes) - limit
+        nodes = self.nodes
+        excess = len(nodes) - MAX_TRACKED_NODES
         if excess <= 0:
             return
-        order = {peer: number for number, peer in enumerate(self._nodes)}
-        nodes = self._nodes
+        order = {peer: number for number, peer in enumerate(nodes)}
         first_to_go = sorted(order, key=lambda peer: (nodes[peer].lost_at is None, -order[peer]))
         for peer in first_to_go[:excess]:
             del nodes[peer]
@@ -245,10 +227,8 @@ def _update_failing(sighting: TrackedNode, now: float) -> Iterator[DashboardEven
 def _change_events(known: TrackedNode, record: NodeRecord, now: float) -> Iterator[DashboardEvent]:
     before = known.record
     if known.lost_at is not None:
-        gone_s = now - known.lost_at
-        yield _node_event(
-            "back", f"is back after {gone_s:.0f} s, {_describe_blocks(record)}", record, now
-        )
+        words = f"is back after {now - known.lost_at:.0f} s, {_describe_blocks(record)}"
+        yield _node_event("back", words, record, now)
         return
     if record.uptime_s < before.uptime_s:
         yield _node_event("restarted", f"has restarted, {_describe_blocks(record)}", record, now)
@@ -265,16 +245,12 @@ def _change_events(known: TrackedNode, record: NodeRecord, now: float) -> Iterat
         yield _node_event("draining", f"finishes its sessions{where}", record, now)
 
 
-def _describe_arrival(record: NodeRecord) -> str:
-    return f"joined, {_describe_blocks(record)}"
-
-
 def _describe_blocks(record: NodeRecord) -> str:
     verbs = {"joining": "loading", "serving": "serving", "draining": "draining"}
     return f"{verbs.get(record.state, record.state)} blocks {Span(*record.span)}"
 
 
-def _node_event(kind: EventKind, text: str, record: NodeRecord, now: float) -> DashboardEvent:
+def _node_event(kind: _NodeEventKind, text: str, record: NodeRecord, now: float) -> DashboardEvent:
     return DashboardEvent(
         at=now,
         kind=kind,

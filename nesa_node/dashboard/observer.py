@@ -1,15 +1,11 @@
-"""Background tasks that observe a swarm for the dashboard, as a client that serves nothing.
-
-Topology documents of a swarm's models, with their history, for the topology page.
-
-Cached JSON of the topology page: computed on demand, once for all requests.
-"""
+"""Background tasks that observe a swarm for the dashboard, as a client that serves nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -31,7 +27,10 @@ from nesa_node.topology.changes.triggers import Sensitivity
 from nesa_node.topology.links.matrix import assemble_links
 from nesa_node.topology.snapshot import Snapshot
 
-STARTING_DOCUMENT = {"format": "nesa-node topology", "version": 1, "starting": True}
+STARTING_JSON = msgspec.json.encode(
+    {"format": "nesa-node topology", "version": 1, "starting": True}
+)
+"""Topology document of a model that has none yet."""
 
 
 class DocumentSource(Protocol):
@@ -45,32 +44,25 @@ class DocumentSource(Protocol):
 
 
 class TopologyDocument:
-    """Encoded document of the source last given to `set_source`."""
+    """A source's document as JSON, encoded on demand and once for all requests."""
 
-    def __init__(self) -> None:
-        self._source: DocumentSource | None = None
-        self._encode_lock = asyncio.Lock()
-        self._encoded: tuple[DocumentSource, int, bytes] | None = None
-
-    def set_source(self, source: DocumentSource) -> None:
+    def __init__(self, source: DocumentSource) -> None:
         self._source = source
+        self._encode_lock = asyncio.Lock()
+        self._encoded_version: int | None = None
+        self._json = STARTING_JSON
 
     async def encode_json(self) -> bytes:
-        """The document as JSON, or `STARTING_DOCUMENT` while there is none."""
-        source = self._source
-        if source is None:
-            return msgspec.json.encode(STARTING_DOCUMENT)
         async with self._encode_lock:
-            version = source.version
-            if self._encoded is None or self._encoded[:2] != (source, version):
-                body = await asyncio.to_thread(_encode_source, source)
-                self._encoded = (source, version, body)
-            return self._encoded[2]
+            version = self._source.version
+            if self._encoded_version != version:
+                self._json = await asyncio.to_thread(self._encode)
+                self._encoded_version = version
+            return self._json
 
-
-def _encode_source(source: DocumentSource) -> bytes:
-    document = source.document()
-    return msgspec.json.encode(STARTING_DOCUMENT if document is None else document)
+    def _encode(self) -> bytes:
+        document = self._source.document()
+        return STARTING_JSON if document is None else msgspec.json.encode(document)
 
 
 MAX_WATCHED_MODELS = 4
@@ -82,54 +74,45 @@ class ModelTopologies:
     def __init__(self) -> None:
         self._documents: dict[ModelId, TopologyDocument] = {}
         self._watched: dict[ModelId, tuple[History, ChangeMonitor]] = {}
-        self._with_source: set[ModelId] = set()
+        """Models with own observations, the least recently observed first."""
 
     def set_source(self, model: ModelId, source: DocumentSource) -> None:
         """Use `source` for the document of `model`, instead of own observations."""
-        self._with_source.add(model)
-        self._document(model).set_source(source)
+        self._watched.pop(model, None)
+        self._documents[model] = TopologyDocument(source)
 
     def observes(self, model: ModelId) -> bool:
         """Whether `observe_snapshot` should be called for this model."""
-        return model not in self._with_source
+        return model in self._watched or model not in self._documents
 
     def observe_snapshot(self, snapshot: Snapshot, active: PlacementNotice | None) -> None:
-        """Add a snapshot to its model's history. Slow: call it in a thread.
+        """Add a snapshot, and the newest placement, to the model's history.
 
-        `active` is the newest placement.
+        Slow: call it in a thread. The least recently observed models beyond `MAX_WATCHED_MODELS`
+        are dropped, so that models which come and go do not displace those that stay.
         """
         if not snapshot.nodes:
             return
         model = snapshot.model_id
         if model not in self._watched:
-            self._watched[model] = History(), ChangeMonitor(Sensitivity())
-            self._document(model).set_source(self._watched[model][0])
+            history = History()
+            self._documents[model] = TopologyDocument(history)
+            self._watched[model] = history, ChangeMonitor(Sensitivity())
         history, watch = self._watched[model] = self._watched.pop(model)
-        self._evict_oldest()
+        while len(self._watched) > MAX_WATCHED_MODELS:
+            oldest = next(iter(self._watched))
+            del self._watched[oldest]
+            self._documents.pop(oldest, None)
         triggers = watch.observe(snapshot, None).triggers
         history.record(snapshot, None, active, leads=False, triggers=triggers)
 
     async def encode_json(self, model: str | None) -> bytes | None:
         """JSON of a model's document, of the first model's if None; None if it is not observed."""
         if model is None:
-            page = next(iter(self._documents.values()), TopologyDocument())
-            return await page.encode_json()
+            first = next(iter(self._documents.values()), None)
+            return STARTING_JSON if first is None else await first.encode_json()
         found = self._documents.get(ModelId(model))
         return None if found is None else await found.encode_json()
-
-    def _document(self, model: ModelId) -> TopologyDocument:
-        return self._documents.setdefault(model, TopologyDocument())
-
-    def _evict_oldest(self) -> None:
-        """Drop the least recently observed models beyond `MAX_WATCHED_MODELS`.
-
-        Models that come and go must not displace those that stay.
-        """
-        while len(self._watched) > MAX_WATCHED_MODELS:
-            oldest = next(iter(self._watched))
-            del self._watched[oldest]
-            if oldest not in self._with_source:
-                self._documents.pop(oldest, None)
 
 
 log = get_logger(__name__)
@@ -242,29 +225,22 @@ class SwarmObserver:
                 if not self._feed.num_viewers:
                     continue
                 pinging = {peer: task for peer, task in pinging.items() if not task.done()}
-                nodes = self._addresses()
+                nodes: dict[PeerId, tuple[str, ...]] = {}
+                for model in self._state.models:
+                    nodes |= self._swarm.directory.addresses(model.model_id, model.num_blocks)
                 order = {peer: None for peer in (*order, *nodes) if peer in nodes}
                 for peer in [peer for peer in order if peer not in pinging]:
                     if len(pinging) < MAX_CONCURRENT_PINGS:
                         pinging[peer] = group.create_task(self._ping(peer, nodes[peer]))
                         order[peer] = order.pop(peer)  # move to the end
 
-    def _addresses(self) -> dict[PeerId, tuple[str, ...]]:
-        directory = self._swarm.directory
-        found: dict[PeerId, tuple[str, ...]] = {}
-        for model in self._state.models:
-            found |= directory.addresses(model.model_id, model.num_blocks)
-        return found
-
     async def _ping(self, peer: PeerId, addresses: Sequence[str]) -> None:
-        transport, answered = self._swarm.transport, False
+        answered = False
         for timeout_s in PING_TIMEOUTS_S:
-            try:
-                await ping(transport, peer, addresses, timeout_s=timeout_s)
-            except (NesaError, OSError):
-                continue
-            answered = True
-            break
+            with suppress(NesaError, OSError):
+                await ping(self._swarm.transport, peer, addresses, timeout_s=timeout_s)
+                answered = True
+                break
         async with self._state_lock:
             self._state.record_ping(peer, answered=answered)
 

@@ -1,9 +1,4 @@
-"""State of the dashboard: a state machine from observations to the sections that viewers get.
-
-Sessions of this process that the dashboard shows: open and recently ended ones.
-
-Links among a model's nodes, as viewers see them, and the time of the fastest chain's step.
-"""
+"""State of the dashboard: a state machine from observations to the sections that viewers get."""
 
 from __future__ import annotations
 
@@ -61,7 +56,7 @@ class LinksSummary:
 
 
 def summarize_links(model: ModelId, records: Sequence[NodeRecord], num_blocks: int) -> LinksSummary:
-    """View the links of one model's present nodes. Takes 20 ms for 300: call it in a thread."""
+    """Summarize the links of a model's present nodes. Takes 20 ms for 300: call it in a thread."""
     records = records[:MAX_LINKED_NODES]
     measured = {PeerId(record.peer_id): record.measured_links() for record in records}
     links = assemble_links(measured)
@@ -121,13 +116,14 @@ _MAX_REPORTED_FAILOVERS = 400
 
 
 class LocalSessions:
+    """Sessions of this process: open and recently ended ones, and their failovers."""
+
     def __init__(self) -> None:
         self.open: tuple[SessionActivity, ...] = ()
         self._reported_failovers: dict[tuple[float, str], None] = {}
 
     def update_sessions(self, activity: Activity, now: float) -> dict[str, Any]:
-        """Views of the oldest `MAX_SHOWN_SESSIONS` open sessions and of recently ended ones, by
-        id."""
+        """Views by id of the oldest `MAX_SHOWN_SESSIONS` open sessions and of those just ended."""
         self.open = tuple(activity.sessions())
         shown = {session.id: session_entry(session) for session in self.open[:MAX_SHOWN_SESSIONS]}
         for session in activity.ended_sessions():
@@ -211,29 +207,29 @@ class DashboardState:
 
     def update_records(self, records: Iterable[NodeRecord], now: float) -> None:
         """Update the state from all valid records, including withdrawals."""
-        self._log_events(self._tracker.update_records(records, now))
+        self._log.add(self._tracker.update_records(records, now))
         self._refresh_sections(now)
 
     def advance_time(self, now: float, activity: Activity | None) -> bool:
         """Advance the time and read the sessions; returns whether there is news for viewers."""
         known = self.sections.version
-        count = len(self._tracker.nodes)
-        for session in (
-            () if activity is None else (*activity.sessions(), *activity.ended_sessions())
-        ):
-            for peer, at in session.failed:
-                self._tracker.record_failure(peer, at)
+        nodes = self._tracker.nodes
+        count = len(nodes)
+        if activity is not None:
+            for session in (*activity.sessions(), *activity.ended_sessions()):
+                for peer, at in session.failed:
+                    self._tracker.record_failure(peer, at)
         events = self._tracker.advance_time(now)
-        if events or len(self._tracker.nodes) != count:
-            self._log_events(events)
+        if events or len(nodes) != count:
+            self._log.add(events)
             self._refresh_sections(now)
         if activity is not None:
             self.sections.replace_entries("sessions", self._sessions.update_sessions(activity, now))
-            self._log_events(
-                self._sessions.new_failovers(activity.failovers(), self._tracker.nodes)
-            )
+            self._log.add(self._sessions.new_failovers(activity.failovers(), nodes))
         self._add_chart_point(now)
-        self._publish_events()
+        if self._log.num_added != self._published_events:
+            self._published_events = self._log.num_added
+            self.sections.replace_entries("events", event_entries(self._log.kept))
         return self.sections.version != known
 
     def record_ping(self, peer: PeerId, *, answered: bool) -> None:
@@ -258,7 +254,7 @@ class DashboardState:
                 events.append(self._placement_event(placement, now))
         for name in list(self._reported_placements)[:-_MAX_REPORTED_PLACEMENTS]:
             del self._reported_placements[name]
-        self._log_events(events)
+        self._log.add(events)
 
     def _placement_event(self, placement: PlacementNotice, now: float) -> DashboardEvent:
         sighting = self._tracker.nodes.get(placement.signer)
@@ -281,7 +277,7 @@ class DashboardState:
         }
         for model_id, number in self._numbers.items():
             self._numbers[model_id] = number if number >= 0 else next(self._next_number)
-        self._log_events(self._hole_tracker.update_models(self.models, now))
+        self._log.add(self._hole_tracker.update_models(self.models, now))
         shown = choose_shown_nodes(nodes)
         self.sections.replace_entries(
             "nodes", {peer: node_entry(each) for peer, each in shown.items()}
@@ -321,11 +317,3 @@ class DashboardState:
         step_ms = None if links.step_s is None else round(links.step_s * 1000, 3)
         rtt_ms = None if links.median_rtt_ms is None else round(links.median_rtt_ms, 3)
         return [round(model.tokens_per_s, 2), step_ms, rtt_ms, model.serving]
-
-    def _log_events(self, events: Sequence[DashboardEvent]) -> None:
-        self._log.add(events)
-
-    def _publish_events(self) -> None:
-        if self._log.num_added != self._published_events:
-            self._published_events = self._log.num_added
-            self.sections.replace_entries("events", event_entries(self._log.kept))

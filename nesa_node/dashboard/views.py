@@ -2,8 +2,6 @@
 
 Names are untrusted input: the page must show them as text. Views contain no addresses, and no text
 of prompts or responses.
-
-Models of a swarm, summarized from the records of their nodes.
 """
 
 from __future__ import annotations
@@ -11,13 +9,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nesa_node.client.model.activity import SessionActivity
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.wait_tracking import WaitStatus
-from nesa_node.dashboard.node_tracker import DashboardEvent, TrackedNode
+from nesa_node.dashboard.node_tracker import DashboardEvent, EventKind, TrackedNode
 from nesa_node.swarm.dht.records import majority_num_blocks
 
 MAX_MODELS = 32
@@ -125,15 +123,12 @@ class HoleTracker:
             before = self._holes.get(model.model_id, model.holes)
             if model.holes == before:
                 continue
+            kind: EventKind = "hole" if model.holes else "healed"
+            words = f"Every block of {model.name} has a holder"
             if model.holes:
                 spans = ", ".join(str(hole) for hole in model.holes[:5])
                 words = f"Blocks {spans} of {model.name} have no holder"
-                events.append(DashboardEvent(at=now, kind="hole", text=words, model=model.model_id))
-            else:
-                words = f"Every block of {model.name} has a holder"
-                events.append(
-                    DashboardEvent(at=now, kind="healed", text=words, model=model.model_id)
-                )
+            events.append(DashboardEvent(at=now, kind=kind, text=words, model=model.model_id))
         self._holes = seen
         return events
 
@@ -156,10 +151,13 @@ def node_entry(sighting: TrackedNode) -> dict[str, Any]:
     """View of a node. Times are seconds since the epoch; after `expires_at` it counts as lost."""
     record = sighting.record
     gpu = record.gpu_memory_total_bytes
+    state: str = record.state if sighting.failing_since is None else "failing"
+    if sighting.lost_at is not None:
+        state = "lost"
     return {
         "name": record.public_name,
         "model": record.model_id,
-        "state": _node_state_word(sighting),
+        "state": state,
         "last_state": record.state,
         "span": list(record.span),
         "next_span": list(record.next_span) if record.next_span else None,
@@ -186,19 +184,14 @@ def node_entry(sighting: TrackedNode) -> dict[str, Any]:
 
 def model_entry(model: ModelSummary, order: int, number: int) -> dict[str, Any]:
     """View of a model; `order` is its rank by nodes, from 0, `number` its key in `series`."""
-    return {
-        "name": model.name,
+    entry = asdict(model) | {
         "order": order,
         "number": number,
-        "num_blocks": model.num_blocks,
-        "runs": [list(run) for run in model.runs],
-        "nodes": model.nodes,
-        "serving": model.serving,
-        "failing": model.failing,
-        "lost": model.lost,
         "tokens_per_s": _round_to_3_digits(model.tokens_per_s),
         "sessions": round(model.sessions, 1),
     }
+    del entry["model_id"]
+    return entry
 
 
 def session_entry(session: SessionActivity) -> dict[str, Any]:
@@ -216,12 +209,6 @@ def session_entry(session: SessionActivity) -> dict[str, Any]:
     }
 
 
-def _node_state_word(sighting: TrackedNode) -> str:
-    if sighting.lost_at is not None:
-        return "lost"
-    return sighting.record.state if sighting.failing_since is None else "failing"
-
-
 def _wait_entry(wait: WaitStatus) -> dict[str, Any]:
     return {
         "what": wait.what,
@@ -233,17 +220,8 @@ def _wait_entry(wait: WaitStatus) -> dict[str, Any]:
 
 
 def event_entries(events: Mapping[int, DashboardEvent]) -> dict[str, Any]:
-    return {str(number): _event_entry(event) for number, event in events.items()}
-
-
-def _event_entry(event: DashboardEvent) -> dict[str, Any]:
     return {
-        "at": round(event.at, 1),
-        "kind": event.kind,
-        "text": event.text,
-        "model": event.model,
-        "peer": event.peer,
-        "name": event.name,
+        str(number): asdict(event) | {"at": round(event.at, 1)} for number, event in events.items()
     }
 
 
