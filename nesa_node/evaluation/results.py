@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -179,12 +179,12 @@ class BaselineChange:
     negative log-likelihoods; its error is (1 + change) times that of d. Accuracies: McNemar's test.
     """
 
-    perplexity: float | None
-    perplexity_error: float | None
-    perplexity_p: float | None
-    plain_p: float | None
-    normalised_p: float | None
-    tasks_p: Mapping[str, float]
+    perplexity: float | None = None
+    perplexity_error: float | None = None
+    perplexity_p: float | None = None
+    plain_p: float | None = None
+    normalised_p: float | None = None
+    tasks_p: Mapping[str, float] = field(default_factory=dict)
 
 
 def measure_cells(
@@ -244,7 +244,7 @@ def print_rows(rows: Sequence[CellResult], *, title: str, unquantized: str, out:
         table.add_column(heading, justify="right")
     for row in rows:
         weights = unquantized if row.cell.weights == "none" else row.cell.weights
-        change = None if row is rows[0] else compare_rows(row, rows[0])
+        change = BaselineChange() if row is rows[0] else compare_rows(row, rows[0])
         table.add_row(weights, row.cell.wire, *_format_results(row, change))
     console.print(table)
 
@@ -316,30 +316,22 @@ def _headings(row: CellResult) -> list[str]:
     return headings
 
 
-def _format_results(row: CellResult, change: BaselineChange | None) -> list[str]:
+def _format_results(row: CellResult, change: BaselineChange) -> list[str]:
     figures = []
     if row.perplexity is not None:
         figures.append(f"{row.perplexity.value:.2f} ± {row.perplexity.standard_error:.2f}")
-        if change is None:
-            figures += ["", ""]
-        else:
-            figures.append(_format_percent(change.perplexity, change.perplexity_error))
-            figures.append(_format_p(change.perplexity_p))
+        ratio, error = change.perplexity, change.perplexity_error
+        figures.append("" if ratio is None or error is None else f"{ratio:+.2%} ± {error:.2%}")
+        figures.append(_format_p(change.perplexity_p))
+    shares: list[tuple[Accuracy | TaskResult, float | None]] = []
     if row.choices is not None:
-        tests = (None, None) if change is None else (change.normalised_p, change.plain_p)
-        for accuracy, p_value in zip(
-            (row.choices.normalised, row.choices.plain), tests, strict=True
-        ):
-            figures.append(f"{accuracy.value:.3f} ± {accuracy.standard_error:.3f}")
-            figures.append(_format_p(p_value))
-    for name, task in row.tasks.items():
-        figures.append(f"{task.value:.3f} ± {task.standard_error:.3f}")
-        figures.append("" if change is None else _format_p(change.tasks_p[name]))
+        shares.append((row.choices.normalised, change.normalised_p))
+        shares.append((row.choices.plain, change.plain_p))
+    shares += [(task, change.tasks_p.get(name)) for name, task in row.tasks.items()]
+    for share, p_value in shares:
+        figures.append(f"{share.value:.3f} ± {share.standard_error:.3f}")
+        figures.append(_format_p(p_value))
     return figures
-
-
-def _format_percent(change: float | None, error: float | None) -> str:
-    return "" if change is None or error is None else f"{change:+.2%} ± {error:.2%}"
 
 
 def _format_p(value: float | None) -> str:

@@ -1,13 +1,7 @@
-"""Log-likelihoods of tokens, computed through a session; the basis of all measures.
+"""Log-likelihoods of tokens, computed through a session; perplexity; paired significance tests.
 
-Tokenization of texts, and of contexts with continuations to score.
-
-Perplexity of a text, with each token predicted once from a window of the tokens before it.
-
-Paired significance tests of two runs over the same texts and items.
-
-Items are easy or hard for both runs alike, so that the differences are far less uncertain than the
-two results.
+Items are easy or hard for both runs alike, so that the differences of paired tests are far less
+uncertain than the two results.
 
 S scored tokens of a row, T of all rows, R of one chunk of logits, D hidden, V vocabulary, N scored
 tokens.
@@ -221,25 +215,10 @@ def paired_t(values: Sequence[float], baseline: Sequence[float]) -> PairedMean:
 
 
 def student_t(t: float, degrees: int) -> float:
-    """P(|T| >= |t|) of Student's t-distribution with an integer number of degrees of freedom.
+    """P(|T| >= |t|) of Student's t-distribution with `degrees` of freedom."""
+    from scipy.special import stdtr
 
-    The finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4, subtracted from 1, so that results
-    below 1e-13 are rounding errors.
-    """
-    if degrees < 1:
-        raise ValueError("a t test needs at least one degree of freedom")
-    angle = math.atan(abs(t) / math.sqrt(degrees))
-    cosine = math.cos(angle)
-    odd = degrees % 2
-    term, terms = (cosine if odd else 1.0), 0.0
-    for index in range(degrees // 2):
-        terms += term
-        step = 2 * index + 2
-        term *= cosine**2 * (step / (step + 1) if odd else (step - 1) / step)
-    within = math.sin(angle) * terms
-    if odd:
-        within = 2 / math.pi * (angle + within)
-    return min(1.0, max(0.0, 1 - within))
+    return 2 * float(stdtr(degrees, -abs(t)))
 
 
 def mcnemar(right: Sequence[bool], baseline: Sequence[bool]) -> float:

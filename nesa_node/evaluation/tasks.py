@@ -355,9 +355,7 @@ def measure_choices(
     tokenizer: PreTrainedTokenizerBase,
     items: Sequence[MultipleChoiceItem],
 ) -> ChoiceResult:
-    """Accuracy on `items`; endings follow their context after a space. Raises as `score_queries`
-    does.
-    """
+    """Accuracy on `items`; endings follow their context after a space."""
     queries = [
         encode_pair(tokenizer, item.context, f" {ending}", max_tokens=model.context_length)
         for item in items
@@ -387,56 +385,46 @@ NUM_ENDINGS = 4
 _SENTENCE_ENDS = (".", "!", "?", '."', "!”", ".”", ".)")
 
 
-def generate_items(
-    text: str,
-    *,
-    count: int,
-    seed: int,
-    context_words: int = CONTEXT_WORDS,
-    ending_words: int = ENDING_WORDS,
-    endings: int = NUM_ENDINGS,
-) -> tuple[MultipleChoiceItem, ...]:
+def generate_items(text: str, *, count: int, seed: int) -> tuple[MultipleChoiceItem, ...]:
     """`count` items from non-overlapping passages of `text`.
 
-    Each passage begins at a sentence; its first `context_words` words are the context, the next
-    `ending_words` the correct ending. Wrong endings are those of other passages, of equal length in
+    Each passage begins at a sentence; its first `CONTEXT_WORDS` words are the context, the next
+    `ENDING_WORDS` the correct ending. Wrong endings are those of other passages, of equal length in
     words. Labels are evenly distributed. The same arguments give the same items. Raises
     `ConfigError` if the text has too few passages.
     """
-    passages = _split_passages(text.split(), context_words, ending_words)
+    passages = _split_passages(text.split())
     distinct = list(dict.fromkeys(ending for _, ending in passages))
-    if len(passages) < count or len(distinct) < endings:
+    if len(passages) < count or len(distinct) < NUM_ENDINGS:
         raise ConfigError(
             f"the text has room for {len(passages)} multiple-choice items, {count} are asked for: "
             "give a longer --text or fewer --items"
         )
     rng = random.Random(seed)
-    labels = [index % endings for index in range(count)]
+    labels = [index % NUM_ENDINGS for index in range(count)]
     rng.shuffle(labels)
     items = []
     for (context, real), label in zip(rng.sample(passages, count), labels, strict=True):
         # One more than needed, since the correct one may be among them.
-        drawn = rng.sample(distinct, endings)
-        wrong = [ending for ending in drawn if ending != real][: endings - 1]
+        drawn = rng.sample(distinct, NUM_ENDINGS)
+        wrong = [ending for ending in drawn if ending != real][: NUM_ENDINGS - 1]
         choices = (*wrong[:label], real, *wrong[label:])
         items.append(MultipleChoiceItem(context=context, endings=choices, label=label))
     return tuple(items)
 
 
 def count_possible_items(text: str) -> int:
-    """The number of items that `generate_items` can make of `text` at the default lengths."""
-    passages = _split_passages(text.split(), CONTEXT_WORDS, ENDING_WORDS)
+    """The number of items that `generate_items` can make of `text`."""
+    passages = _split_passages(text.split())
     return len(passages) if len({ending for _, ending in passages}) >= NUM_ENDINGS else 0
 
 
-def _split_passages(
-    words: Sequence[str], context_words: int, ending_words: int
-) -> list[tuple[str, str]]:
-    length = context_words + ending_words
+def _split_passages(words: Sequence[str]) -> list[tuple[str, str]]:
+    length = CONTEXT_WORDS + ENDING_WORDS
     passages, at = [], 0
     while at + length <= len(words):
         if at == 0 or words[at - 1].endswith(_SENTENCE_ENDS):
-            middle = at + context_words
+            middle = at + CONTEXT_WORDS
             passages.append((" ".join(words[at:middle]), " ".join(words[middle : at + length])))
             at += length
         else:
