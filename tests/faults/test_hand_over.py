@@ -32,9 +32,9 @@ def _remote(session: InferenceSession) -> RemoteSession:
 
 async def _bulk_handed_over(remote: RemoteSession, link: HopLink) -> None:
     route = remote._route
-    assert route.successors.prepare(link)
+    assert route.prepare_successor(link)
     await route.successors._preparing[link]
-    assert not route.successors.prepare(link)
+    assert not route.prepare_successor(link)
     assert route.successors.link_of(link) is not None
 
 

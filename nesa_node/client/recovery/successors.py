@@ -65,14 +65,8 @@ class _SuccessorState:
 class SuccessorPool:
     """Successors by the link that each succeeds. `close` ends the tasks that prepare them."""
 
-    def __init__(
-        self,
-        rows: int,
-        open_successor: OpenSuccessor,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, rows: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._rows = rows
-        self._open = open_successor
         self._clock = clock
         self._pauses: dict[HopLink, tuple[float, float]] = {}
         """For links without a successor: time of the next search, and the length of that pause."""
@@ -85,7 +79,7 @@ class SuccessorPool:
         """Peers of all successors; a peer can be that of one link only."""
         return frozenset(successor.link.hop.peer_id for successor in self._ready.values())
 
-    def prepare(self, link: HopLink) -> bool:
+    def prepare(self, link: HopLink, open_successor: OpenSuccessor) -> bool:
         """Prepare a successor of `link` in the background; return whether that is in progress.
 
         False once an attempt has ended, successful or not.
@@ -94,17 +88,17 @@ class SuccessorPool:
         if task is not None and task.done():
             del self._preparing[link]
             return False
-        self._start(link)
+        self._start(link, open_successor)
         return True
 
-    def refresh(self, links: Sequence[HopLink]) -> None:
+    def refresh(self, links: Sequence[HopLink], open_successor: OpenSuccessor) -> None:
         """Update the successors of `links` in the background.
 
         A link without a successor is skipped for a pause after each attempt.
         """
         for link in links:
             if link not in self._pauses or self._pauses[link][0] <= self._clock():
-                self._start(link)
+                self._start(link, open_successor)
 
     def link_of(self, link: HopLink) -> HopLink | None:
         """Link of the successor of `link`, None if there is none that lives."""
@@ -146,15 +140,15 @@ class SuccessorPool:
     async def close(self) -> None:
         await self.keep_only(())
 
-    def _start(self, link: HopLink) -> None:
+    def _start(self, link: HopLink, open_successor: OpenSuccessor) -> None:
         task = self._preparing.get(link)
         if task is None or task.done():
-            self._preparing[link] = asyncio.create_task(self._prepare(link))
+            self._preparing[link] = asyncio.create_task(self._prepare(link, open_successor))
 
-    async def _prepare(self, link: HopLink) -> None:
+    async def _prepare(self, link: HopLink, open_successor: OpenSuccessor) -> None:
         try:
             if self.link_of(link) is None:
-                await self._open_anew(link)
+                await self._open_successor(link, open_successor)
             if link in self._ready:
                 self._pauses.pop(link, None)
                 await self._ready[link].sync(link)
@@ -166,12 +160,12 @@ class SuccessorPool:
             pause_s = min(2 * before_s, MAX_SEARCH_PAUSE_S)
             self._pauses[link] = self._clock() + pause_s, pause_s
 
-    async def _open_anew(self, link: HopLink) -> None:
+    async def _open_successor(self, link: HopLink, open_successor: OpenSuccessor) -> None:
         async with self._opening:
             lost = self._ready.pop(link, None)
             if lost is not None:
                 await lost.link.close()
-            opened = await self._open(link)
+            opened = await open_successor(link)
             if opened is not None:
                 self._ready[link] = _SuccessorState(opened, self._rows)
 

@@ -49,7 +49,7 @@ class SessionRoute:
         """Tokens of each row that nodes hold which the last rebuild added or sent back; they need
         the rest."""
         self.prefix_start = PrefixStart(request.rows, request.prefix)
-        self.successors = SuccessorPool(request.rows, self._open_successor)
+        self.successors = SuccessorPool(request.rows)
         self._swarm = swarm
         self._request = request
         self._on_change = on_change
@@ -166,6 +166,14 @@ class SessionRoute:
         self.successors.truncate([0] * self._request.rows)
         message = Reorder(epoch=self.epoch, sources=tuple(sources))
         await self._start_epoch(message, "the nodes to reorder rows")
+
+    def prepare_successor(self, link: HopLink) -> bool:
+        """See `SuccessorPool.prepare`."""
+        return self.successors.prepare(link, self._open_successor)
+
+    def refresh_successors(self) -> None:
+        """Update the successors of all links in the background."""
+        self.successors.refresh(self.links, self._open_successor)
 
     async def leave_all_nodes(self) -> None:
         """Close all links and take a new session id; lost nodes are avoided in the next rebuild."""

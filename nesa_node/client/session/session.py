@@ -189,7 +189,7 @@ class RemoteSession:
         now = time.monotonic()
         if self._request.options.replicate_cache and now >= self._next_replication_at:
             self._next_replication_at = now + REPLICATION_INTERVAL_S
-            self._route.successors.refresh(self._route.links)
+            self._route.refresh_successors()
         if is_decode:
             self.metrics.step_s.observe(step_s)
             self._check_step_time(step_s)
@@ -313,7 +313,7 @@ class RemoteSession:
             # remaining ones: the step finds the loss and repairs it.
             return
         if self._request.is_chain:
-            under_way = [link for link in leavers if self._route.successors.prepare(link)]
+            under_way = [link for link in leavers if self._route.prepare_successor(link)]
             if under_way:
                 # They serve until successors hold their cache.
                 return

@@ -37,13 +37,13 @@ async def held_by_successor(rolled_back_to: int | None) -> tuple[int, ...]:
     """What it is taken to hold where the session was rolled back while it was handed the cache."""
     leaving: Any = ScriptedLink("leaving")
     ready: Any = ScriptedLink("ready")
-    successors = SuccessorPool(1, AsyncMock(return_value=ready))
-    successors.prepare(leaving)
+    successors = SuccessorPool(rows=1)
+    successors.prepare(leaving, AsyncMock(return_value=ready))
     await leaving.asked.wait()
     if rolled_back_to is not None:
         successors.truncate([rolled_back_to])
     leaving.goes_on.set()
-    while successors.prepare(leaving):  # noqa: ASYNC110
+    while successors.prepare(leaving, AsyncMock(return_value=ready)):  # noqa: ASYNC110
         await asyncio.sleep(0)
     # It is asked for nothing more.
     leaving.is_lost = True
@@ -67,10 +67,11 @@ async def test_successor_that_is_filled_anew_is_taken_to_hold_nothing_until_that
     begins_anew: bool, rolled_back_to: int | None, holds: int
 ) -> None:
     leaving: Any = ScriptedLink("leaving")
-    successors = SuccessorPool(1, AsyncMock(return_value=ScriptedLink("ready")))
+    successors = SuccessorPool(rows=1)
+    opened = AsyncMock(return_value=ScriptedLink("ready"))
 
     async def hand_over() -> None:
-        while successors.prepare(leaving):  # noqa: ASYNC110
+        while successors.prepare(leaving, opened):  # noqa: ASYNC110
             await asyncio.sleep(0)
 
     leaving.goes_on.set()
@@ -80,7 +81,7 @@ async def test_successor_that_is_filled_anew_is_taken_to_hold_nothing_until_that
         await hand_over()
     leaving.asked.clear()
     leaving.goes_on.clear()
-    successors.prepare(leaving)
+    successors.prepare(leaving, opened)
     await leaving.asked.wait()
     if rolled_back_to is not None:
         successors.truncate([rolled_back_to])
@@ -97,8 +98,8 @@ async def test_node_that_freezes_while_it_leaves_does_not_hold_up_its_successor(
     leaving: Any = ScriptedLink("leaving")
     ready: Any = ScriptedLink("ready")
     leaving.goes_on.set()
-    successors = SuccessorPool(1, AsyncMock(return_value=ready))
-    while successors.prepare(leaving):  # noqa: ASYNC110
+    successors = SuccessorPool(rows=1)
+    while successors.prepare(leaving, AsyncMock(return_value=ready)):  # noqa: ASYNC110
         await asyncio.sleep(0)
     leaving.goes_on.clear()
     async with asyncio.timeout(10):
@@ -112,6 +113,7 @@ async def test_successors_that_are_not_found_are_looked_for_ever_less_often(
     """Each attempt asks members of the DHT."""
     now = 0.0
     link: Any = ScriptedLink("alone")
+    successors = SuccessorPool(rows=1, clock=lambda: now)
     looks: list[float] = []
 
     async def look(_: object) -> None:
@@ -119,17 +121,16 @@ async def test_successors_that_are_not_found_are_looked_for_ever_less_often(
         if failure is not None:
             raise failure
 
-    successors = SuccessorPool(1, look, clock=lambda: now)
     for quarter in range(4 * 60):
         now = quarter / 4
-        successors.refresh([link])
+        successors.refresh([link], look)
         for _ in range(4):
             await asyncio.sleep(0)
     assert looks == [0.0, 5.0, 15.0, 35.0]
     # For a node that leaves they are looked for all the same, once the last attempt is over.
-    while successors.prepare(link):  # noqa: ASYNC110
+    while successors.prepare(link, look):  # noqa: ASYNC110
         await asyncio.sleep(0)
-    assert successors.prepare(link)
+    assert successors.prepare(link, look)
     await asyncio.sleep(0)
     assert len(looks) == 5
     await successors.close()
