@@ -32,7 +32,7 @@ from benchmarks.workload import Worker, working
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import split_evenly
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from tests.faults.bed import Bed, Node, open_bed
 from tests.faults.nursery import open_nursery
 from tests.faults.runs import Blow, assert_undisturbed, generate, join_bed

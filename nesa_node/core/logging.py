@@ -25,7 +25,7 @@ from structlog.typing import (
     WrappedLogger,
 )
 
-from nesa_node.core.settings.declaration import LogFormat, LogLevel
+from nesa_node.core.settings.choices import LogFormat, LogLevel
 
 _CONTROL_CODES = (
     *range(0x20),  # control characters, C0

@@ -15,7 +15,7 @@ from tests.cli.test_app import nesa_node
 @pytest.mark.parametrize(
     "interrupted",
     [
-        "with interrupts.exit_on_interrupt(): os.kill(os.getpid(), signal.SIGINT)",
+        "with process_setup.exit_on_interrupt(): os.kill(os.getpid(), signal.SIGINT)",
         "app.app = fail; app.main()",
     ],
     ids=["among imports", "in a command"],
@@ -23,7 +23,7 @@ from tests.cli.test_app import nesa_node
 def test_ctrl_c_ends_with_130_where_no_output_has_a_reader(interrupted: str) -> None:
     code = """
 import os, signal
-from nesa_node.cli import app, interrupts
+from nesa_node.cli import app, process_setup
 def fail(*_, **__):
     raise KeyboardInterrupt
 print("what was said before")

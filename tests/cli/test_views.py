@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from nesa_node.cli.client_model import SwarmReading
 from nesa_node.cli.commands.demo import split_demo_blocks
 from nesa_node.cli.commands.doctor_checks import (
     Finding,
@@ -25,6 +24,7 @@ from nesa_node.cli.commands.doctor_checks import (
 )
 from nesa_node.cli.flags import SamplingFlags
 from nesa_node.cli.services.local_swarm import LocalNode, NodeWatcher
+from nesa_node.cli.swarm_reader import SwarmReading
 from nesa_node.cli.views.decisions import print_decisions
 from nesa_node.cli.views.swarm import (
     describe_absence,

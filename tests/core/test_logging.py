@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from nesa_node.core.logging import get_logger, setup_logging
-from nesa_node.core.settings.declaration import LogFormat
+from nesa_node.core.settings.choices import LogFormat
 
 pytestmark = pytest.mark.usefixtures("logging_given_back")
 

@@ -11,7 +11,7 @@ import torch
 
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 
 ROUTES: tuple[RouteName, ...] = ("chain", "star")
 

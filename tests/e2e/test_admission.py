@@ -13,7 +13,7 @@ import pytest
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import BusyError, RefusedError
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.engine.cache.pages import PAGE_TOKENS
 from nesa_node.swarm.p2p.identity import Identity
 from tests.client.local_models import random_ids

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from tests.client.local_models import left_padded, random_ids
 from tests.e2e.joining import ROUTES, joined
 from tests.engine.chained import distance

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from tests.client.local_models import left_padded
 from tests.e2e.joining import ROUTES, both_routes
 from tests.engine.tiny_models import BLOCKS, reference

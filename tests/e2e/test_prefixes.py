@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.protocol.messages import Message, Open
 from nesa_node.swarm.protocol.stream import Stream

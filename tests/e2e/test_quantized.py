@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nesa_node.core.errors import RefusedError
-from nesa_node.core.settings.declaration import QuantType
+from nesa_node.core.settings.choices import QuantType
 from tests.client.local_models import random_ids
 from tests.e2e.joining import joined
 from tests.engine.chained import Chain, Run

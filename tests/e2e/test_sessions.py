@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.layers import CLIENT_PEER
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from tests.client.local_models import left_padded, random_ids
 from tests.e2e.joining import ROUTES, both_routes, joined
 from tests.engine.chained import distance

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nesa_node.core.errors import CacheFullError
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.declaration import QuantType
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.cache.pages import PageTable, pages_for
 from nesa_node.engine.model import blocks as engine
 from nesa_node.engine.model.blocks import ModelBlocks

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer
 
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.declaration import QuantType
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.weights.demo_model import demo_model_path
 from tests.engine.chained import Chain, Run, open_local
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nesa_node.core.errors import UnsupportedModelError
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.declaration import QuantType
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.model.devices import compute_block_bytes
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.families import FAMILIES as ADAPTERS

@@ -8,7 +8,7 @@ import bitsandbytes
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from nesa_node.core.settings.declaration import QuantType
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.kernels.linear import make_linear
 from nesa_node.engine.kernels.quantized_linear import BLOCK_SIZE, MAX_LEVEL
 

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.inference_session import InferenceSession
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from tests.engine.tiny_models import NEW_TOKENS
 from tests.faults.bed import Bed, Node
 from tests.same_tokens import assert_same_tokens

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import BusyError
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.engine.cache.pages import PAGE_TOKENS
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS

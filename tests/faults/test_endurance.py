@@ -24,7 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from nesa_node.cli.services.local_swarm import LocalNode
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.protocol.messages import RowSlice

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.core.wait_tracking import WaitStatus, WaitTracker
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS

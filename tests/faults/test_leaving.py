@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.p2p.identity import Identity
 from tests.client.local_models import random_ids

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
 from tests.faults.bed import Bed

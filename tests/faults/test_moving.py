@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from nesa_node.core.errors import InsufficientMemoryError
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.engine.model.loading import load_blocks
 from tests.client.local_models import random_ids
 from tests.faults.bed import Bed

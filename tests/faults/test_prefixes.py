@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.client.session.session import RemoteSession
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS
 from tests.faults.bed import Bed

@@ -17,7 +17,7 @@ from _pytest.mark import ParameterSet
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.routing import measurements as surroundings
 from nesa_node.core.ids import PeerId, Span
-from nesa_node.core.settings.declaration import RouteName
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.engine.weights.checkpoint import compute_model_id
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.swarm.dht.records import NodeStatus

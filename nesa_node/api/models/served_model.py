@@ -33,7 +33,7 @@ from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricSample
-from nesa_node.core.settings.declaration import SamplingDefaults
+from nesa_node.core.settings.choices import SamplingDefaults
 from nesa_node.core.settings.models import ClientConfig
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id

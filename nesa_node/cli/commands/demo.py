@@ -190,7 +190,7 @@ def _ask_transformers(folder: Path, prompts: Sequence[DemoPrompt]) -> list[Timed
 def _print_nodes(nodes: Sequence[LocalNode]) -> None:
     import asyncio
 
-    from nesa_node.cli.client_model import read_swarm
+    from nesa_node.cli.swarm_reader import read_swarm
     from nesa_node.cli.views.swarm import group_by_model, print_models
     from nesa_node.core.settings.models import ClientConfig
 

@@ -19,7 +19,8 @@ from typing import Literal
 import psutil
 
 from nesa_node import __version__
-from nesa_node.cli.client_model import SwarmReading, describe_known_swarm, read_swarm
+from nesa_node.cli.client_model import describe_known_swarm
+from nesa_node.cli.swarm_reader import SwarmReading, read_swarm
 from nesa_node.core.errors import (
     BootstrapError,
     InsufficientMemoryError,

@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from nesa_node.cli.flags import COMPUTE, OUTPUT, SWARM, Flags, load_command_config
 from nesa_node.cli.process_setup import exit_on_interrupt
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.declaration import GENERATED_ITEMS, user_path
+from nesa_node.core.settings.choices import GENERATED_ITEMS
 from nesa_node.core.wait_tracking import track_wait
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ def evaluate(
     hold. Each combination is compared with the one without quantization.
     """
     from nesa_node.cli.client_model import resolve_initial_peers, save_last_swarm
+    from nesa_node.core.settings.declaration import user_path
     from nesa_node.core.settings.models import ClientConfig
 
     config = load_command_config(ClientConfig, flags, model=model)

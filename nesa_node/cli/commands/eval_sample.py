@@ -9,7 +9,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.declaration import GENERATED_ITEMS, user_path
+from nesa_node.core.settings.choices import GENERATED_ITEMS
+from nesa_node.core.settings.declaration import user_path
 from nesa_node.evaluation.results import EvaluationSample
 from nesa_node.evaluation.scoring import MIN_TOKENS, first_tokens, window_queries
 from nesa_node.evaluation.tasks import (

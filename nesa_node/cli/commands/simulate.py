@@ -9,7 +9,7 @@ from cyclopts import Group, Parameter
 
 from nesa_node.cli.flags import OUTPUT, JsonFlag
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.declaration import StrategyName
+from nesa_node.core.settings.choices import StrategyName
 from nesa_node.core.wait_tracking import track_wait
 
 SWARM_GROUP = Group("Which swarm", sort_key=5)

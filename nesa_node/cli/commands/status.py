@@ -40,7 +40,7 @@ def status(
 
     config = resolve_initial_peers(load_command_config(ClientConfig, flags, model=model), model)
     with exit_on_interrupt():
-        from nesa_node.cli.client_model import read_swarm
+        from nesa_node.cli.swarm_reader import read_swarm
         from nesa_node.cli.views.swarm import (
             describe_absence,
             group_by_model,

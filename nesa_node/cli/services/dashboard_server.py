@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nesa_node.cli.client_model import open_reader, save_last_swarm
+from nesa_node.cli.client_model import save_last_swarm
+from nesa_node.cli.swarm_reader import open_reader
 from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.core.settings.models import DashboardConfig
 from nesa_node.dashboard.app import Dashboard, make_app

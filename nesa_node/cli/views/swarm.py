@@ -20,7 +20,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from nesa_node.cli.client_model import open_reader, read_records, short_peer_id
+from nesa_node.cli.client_model import short_peer_id
+from nesa_node.cli.swarm_reader import open_reader, read_records
 from nesa_node.cli.views.text_parts import coverage_text, make_console, make_plain_table
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId, Span, model_name_candidates

@@ -20,10 +20,8 @@ from nesa_node.client.session.base import SALT_BYTES, Connect, SwarmConnection
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.addresses import parse_peer_address
+from nesa_node.core.settings.choices import Precision, RouteName, StrategyName
 from nesa_node.core.settings.declaration import (
-    Precision,
-    RouteName,
-    StrategyName,
     default_cache_dir,
     default_decisions_path,
     secret_text,

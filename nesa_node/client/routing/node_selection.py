@@ -22,7 +22,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.core.settings.declaration import Precision
+from nesa_node.core.settings.choices import Precision
 from nesa_node.core.wait_tracking import record_failure, track_wait
 from nesa_node.swarm.dht.sealing import FailureKind
 from nesa_node.swarm.node import Swarm

@@ -10,13 +10,8 @@ from nesa_node.compression import tensors
 from nesa_node.compression.codecs import EXACT, check_quality
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId, Span
-from nesa_node.core.settings.declaration import (
-    Precision,
-    RouteName,
-    StrategyName,
-    default_decisions_path,
-    secret_text,
-)
+from nesa_node.core.settings.choices import Precision, RouteName, StrategyName
+from nesa_node.core.settings.declaration import default_decisions_path, secret_text
 from nesa_node.core.settings.models import ClientConfig
 from nesa_node.swarm.protocol.messages import Prefix
 

@@ -20,34 +20,7 @@ from pydantic.fields import FieldInfo
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.addresses import HttpAddress, check_dialable, to_multiaddress
-
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-QuantType = Literal["none", "int8", "nf4"]
-RouteName = Literal["chain", "star"]
-Precision = Literal["nf4", "int8", "full"]
-"""Weight precisions, coarsest first. "full": the `--torch-dtype`, not quantized."""
-PlacementGoal = Literal["latency", "throughput"]
-"""An orchestrator's objective: least time per step, or most steps per second of all clients."""
-StrategyName = Literal[
-    "exact-latency",
-    "exact-throughput",
-    "bottleneck",
-    "homology-greedy",
-    "paper-literal",
-    "petals",
-    "random",
-]
-"""Routing strategies; `routing/strategies.py` implements them."""
-SamplingDefaults = Literal["model", "openai"]
-"""Source of a gateway's sampling defaults for requests without sampling parameters."""
-LogFormat = Literal["console", "json"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-FlagGroup = Literal[
-    "Swarm", "Model and device", "Orchestration", "Access", "Limits", "Sampling", "Output"
-]
-"""Headings of flags in `--help`."""
-GENERATED_ITEMS = "generated"
-"""Value of `eval --choices` for items made from the text."""
+from nesa_node.core.settings.choices import FlagGroup
 
 
 def user_path(path: str | Path) -> Path:

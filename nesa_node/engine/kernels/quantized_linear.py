@@ -44,7 +44,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from nesa_node.core.errors import UnsupportedModelError
-from nesa_node.core.settings.declaration import QuantType
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.kernels.linear import DTYPE_NAMES, GEMV_MAX_TOKENS, supports_gemv
 from nesa_node.engine.kernels.machine_code import (
     NativeFunction,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nesa_node.core.errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.declaration import QuantType
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.cache.pages import PageTable, pages_for
 from nesa_node.engine.kernels.linear import trim_malloc_heap
 from nesa_node.engine.kernels.threads import clipped_mean

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nesa_node.core.errors import ContextLengthError
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.declaration import QuantType
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.cache.paged_attention import ATTENTION_NAME as PAGED_ATTENTION
 from nesa_node.engine.kernels.linear import FastLinear, load_gemv, replace_linear_layers
 from nesa_node.engine.kernels.threads import ThreadController

@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.declaration import QuantType
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.kernels.machine_code import copy_to_huge_pages
 from nesa_node.engine.kernels.quantized_linear import (
     compute_quantized_bytes,

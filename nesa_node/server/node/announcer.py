@@ -18,7 +18,7 @@ from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
-from nesa_node.core.settings.declaration import QuantType
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.model.devices import SpanThroughput
 from nesa_node.swarm.dht.records import NodeStatus
 from nesa_node.swarm.directory import Directory

@@ -11,7 +11,8 @@ import torch
 from nesa_node.core.errors import ConfigError, InsufficientMemoryError
 from nesa_node.core.ids import ModelId, Span
 from nesa_node.core.logging import get_logger
-from nesa_node.core.settings.declaration import QuantType, secret_text
+from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.blocks import ModelBlocks

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from nesa_node.api.generation.job import SamplingParams
 from nesa_node.api.models.served_model import open_served_model
 from nesa_node.api.schemas.generation_request import read_default_sampling
-from nesa_node.core.settings.declaration import SamplingDefaults
+from nesa_node.core.settings.choices import SamplingDefaults
 from nesa_node.core.settings.models import ClientConfig
 from nesa_node.engine.weights.checkpoint import open_folder
 from tests.api.scripted import NAME, chat_body, serving

@@ -202,8 +202,8 @@ def test_a_file_without_an_end_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for limit in (
-        "cli.simulation.replay.MAX_SNAPSHOT_BYTES",
-        "cli.simulation.swarm_source.MAX_SWARM_FILE_BYTES",
+        "cli.simulation_input.MAX_SNAPSHOT_BYTES",
+        "cli.simulation_input.MAX_SWARM_FILE_BYTES",
         "topology.simulation.swarm_file.MAX_SWARM_FILE_BYTES",
     ):
         monkeypatch.setattr(f"nesa_node.{limit}", 1000)

@@ -17,7 +17,7 @@ from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
 from nesa_node.core.errors import BusyError, MissingBlocksError, PeerUnreachableError, RefusedError
 from nesa_node.core.ids import ModelId, PeerId, Span
-from nesa_node.core.settings.declaration import Precision
+from nesa_node.core.settings.choices import Precision
 from nesa_node.core.wait_tracking import WaitTracker
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS

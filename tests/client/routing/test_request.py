@@ -8,7 +8,7 @@ import pytest
 
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.declaration import StrategyName
+from nesa_node.core.settings.choices import StrategyName
 from nesa_node.routing.strategies import DEFAULT_STRATEGY, STRATEGIES
 
 

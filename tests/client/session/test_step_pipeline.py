@@ -22,7 +22,7 @@ from nesa_node.client.session.base import RowSlice
 from nesa_node.client.session.hop import LinkState
 from nesa_node.client.session.session import RemoteSession
 from nesa_node.core.ids import PeerId
-from nesa_node.core.settings.declaration import RouteName as Routing
+from nesa_node.core.settings.choices import RouteName as Routing
 from tests.client.scripted_nodes import HIDDEN, RNG, ScriptedRoute, Spoil, request
 
 HOPS = 3

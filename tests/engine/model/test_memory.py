@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from nesa_node.core.errors import InsufficientMemoryError, UnsupportedModelError
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.declaration import QuantType
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.model.devices import (
     RESERVE_BYTES,
     cache_bytes_per_token,

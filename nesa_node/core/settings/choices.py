@@ -1,0 +1,31 @@
+"""Allowed values of settings. Imports no pydantic, unlike `models.py`."""
+
+from typing import Literal
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+QuantType = Literal["none", "int8", "nf4"]
+RouteName = Literal["chain", "star"]
+Precision = Literal["nf4", "int8", "full"]
+"""Weight precisions, coarsest first. "full": the `--torch-dtype`, not quantized."""
+PlacementGoal = Literal["latency", "throughput"]
+"""An orchestrator's objective: least time per step, or most steps per second of all clients."""
+StrategyName = Literal[
+    "exact-latency",
+    "exact-throughput",
+    "bottleneck",
+    "homology-greedy",
+    "paper-literal",
+    "petals",
+    "random",
+]
+"""Routing strategies; `routing/strategies.py` implements them."""
+SamplingDefaults = Literal["model", "openai"]
+"""Source of a gateway's sampling defaults for requests without sampling parameters."""
+LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+FlagGroup = Literal[
+    "Swarm", "Model and device", "Orchestration", "Access", "Limits", "Sampling", "Output"
+]
+"""Headings of flags in `--help`."""
+GENERATED_ITEMS = "generated"
+"""Value of `eval --choices` for items made from the text."""
