@@ -116,9 +116,12 @@ def prometheus(folder: Path, targets: Sequence[str]) -> Iterator[str]:
 def ask(url: str, query: str) -> list[float]:
     """The values of what a query finds now."""
     try:
-        answer = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=10).json()
+        response = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=10)
     except httpx.TransportError:
         return []
+    if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # it is starting
+        return []
+    answer = response.json()
     assert answer["status"] == "success", answer
     return [float(sample["value"][1]) for sample in answer["data"]["result"]]
 
