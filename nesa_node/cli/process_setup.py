@@ -1,4 +1,4 @@
-"""What the command sets up before torch is imported: Ctrl-C, memory errors, idle threads.
+"""Setup of the process before torch is imported: Ctrl-C, memory errors, idle threads.
 
 `KeyboardInterrupt` within an import may surface as an `ImportError`, or crash a C extension that is
 half initialised. No resources are held then, so the process can exit at once. Too little memory

@@ -27,6 +27,8 @@ from nesa_node.topology.changes.triggers import Sensitivity
 from nesa_node.topology.links.matrix import assemble_links
 from nesa_node.topology.snapshot import Snapshot
 
+log = get_logger(__name__)
+
 STARTING_JSON = msgspec.json.encode(
     {"format": "nesa-node topology", "version": 1, "starting": True}
 )
@@ -114,8 +116,6 @@ class ModelTopologies:
         found = self._documents.get(ModelId(model))
         return None if found is None else await found.encode_json()
 
-
-log = get_logger(__name__)
 
 POLL_INTERVAL_S = 2.5
 TICK_INTERVAL_S = 0.5

@@ -20,11 +20,19 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from nesa_node.compression.codecs import codec_names
-from nesa_node.core import metrics as names
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError, SwarmError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.core.metrics import MetricSample, count_by_label
+from nesa_node.core.metrics import (
+    BLOCK_REPLICAS,
+    HOP_RTT,
+    KNOWN_NODES,
+    REFUSED_RECORDS,
+    UNANSWERED_PINGS,
+    WIRE_BYTES,
+    MetricSample,
+    count_by_label,
+)
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.swarm.dht.member import RPC_TIMEOUT_S, DhtStore, MemberNode
 from nesa_node.swarm.dht.rejoin import DhtRejoiner
@@ -238,10 +246,10 @@ def swarm_samples(swarm: Swarm) -> Iterator[MetricSample]:
         ("received", swarm.link_speeds.received_bytes),
     ):
         for codec in ("none", *codec_names()):
-            yield MetricSample(names.WIRE_BYTES, (codec, direction), counts[codec])
-    yield MetricSample(names.HOP_RTT, (), swarm.rtts.round_trips_s)
-    yield MetricSample(names.UNANSWERED_PINGS, (), swarm.rtts.num_unanswered)
-    yield from count_by_label(names.REFUSED_RECORDS, swarm.directory.dropped, DROP_REASONS)
+            yield MetricSample(WIRE_BYTES, (codec, direction), counts[codec])
+    yield MetricSample(HOP_RTT, (), swarm.rtts.round_trips_s)
+    yield MetricSample(UNANSWERED_PINGS, (), swarm.rtts.num_unanswered)
+    yield from count_by_label(REFUSED_RECORDS, swarm.directory.dropped, DROP_REASONS)
 
 
 def model_samples(
@@ -250,6 +258,6 @@ def model_samples(
     """Samples of a model's nodes, from remembered records without network access."""
     holders, states = directory.count_holders_and_states(model_id, num_blocks)
     for state in STATES:
-        yield MetricSample(names.KNOWN_NODES, (model_id, state), states[state])
+        yield MetricSample(KNOWN_NODES, (model_id, state), states[state])
     for block, count in enumerate(holders[:MAX_REPORTED_BLOCKS]):
-        yield MetricSample(names.BLOCK_REPLICAS, (model_id, str(block)), count)
+        yield MetricSample(BLOCK_REPLICAS, (model_id, str(block)), count)

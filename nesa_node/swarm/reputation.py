@@ -32,6 +32,8 @@ from nesa_node.swarm.dht.sealing import (
 )
 from nesa_node.swarm.notice_store import NoticeStore
 
+log = get_logger(__name__)
+
 _MAX_HISTORIES = 4096
 _MIN_UPTIME_DROP_S = 5.0
 """Decrease of the announced uptime from which on it counts as a restart."""
@@ -147,8 +149,6 @@ class ReputationView:
         known_s = self._notices.peer_ages.known_s(record.signer)
         return weigh(known_s, self.reliability(record, 0.0))
 
-
-log = get_logger(__name__)
 
 REPORT_TTL_S = 240.0
 _REPORT_INTERVAL_S = FailureReport.bounds.min_interval_s + 0.5

@@ -28,6 +28,8 @@ from nesa_node.web.key_store import KeyLimits, KeyStore, StoredKey, key_digest
 from nesa_node.web.problem import HttpProblem, send_refusal, send_with_headers
 from nesa_node.web.rate_limits import WrongKeyThrottle
 
+log = get_logger(__name__)
+
 _SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-store",
@@ -188,8 +190,6 @@ def _token_hash(token: str) -> bytes:
     """Hash by which a token is stored, so that the timing of a lookup reveals nothing useful."""
     return sha256(token.encode("utf-8", "surrogatepass")).digest()
 
-
-log = get_logger(__name__)
 
 CONFIG_KEY_ID = "api-key"
 """Id and name of the caller with the key from the configuration."""

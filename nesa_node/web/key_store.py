@@ -28,6 +28,8 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.declaration import PublicName
 from nesa_node.core.wait_tracking import track_wait
 
+log = get_logger(__name__)
+
 _MAX_FILE_BYTES = 16 * 2**20
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_POLL_S = 0.02
@@ -186,8 +188,6 @@ def _replace_file(path: Path, document: _KeyDocument) -> None:
         os.unlink(temporary)
         raise
 
-
-log = get_logger(__name__)
 
 KEY_PREFIX = "nesa-"
 MAX_KEYS = 1000

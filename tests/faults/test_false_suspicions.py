@@ -16,8 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.core import metrics as names
-from nesa_node.core.metrics import Metric
+from nesa_node.core.metrics import FAILOVERS, SUSPICIONS, Metric
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS, POSITIONS
 from tests.faults.bed import Bed
@@ -101,8 +100,8 @@ def test_busy_machine_costs_no_session_its_node(alone: PreTrainedModel, bed: Bed
             threads.submit(_work, model, runs, seed, until) for seed, model in enumerate(models)
         ]
         texts = sum(each.result() for each in working)
-        suspicions = _counted(models, names.SUSPICIONS)
-        failovers = _counted(models, names.FAILOVERS)
+        suspicions = _counted(models, SUSPICIONS)
+        failovers = _counted(models, FAILOVERS)
     load = psutil.getloadavg()
     print(f"{texts} texts with equal tokens, suspicions {dict(suspicions)}, load {load}")
     assert suspicions["confirmed"] == 0

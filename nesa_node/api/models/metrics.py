@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import get_args
 
 from nesa_node.api.generation.job import FinishReason, GenerationEvent, PrefillDone
-from nesa_node.core import metrics as names
+from nesa_node.core import metrics
 from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import MetricSample
 
@@ -78,7 +78,7 @@ class GatewayMetrics:
             yield from model.samples(model_id)
         for route, codes in tuple(self._responses.items()):
             for code in dict.fromkeys((*INITIAL_STATUS_CODES, *tuple(codes))):
-                yield MetricSample(names.HTTP_RESPONSES, (route, code), codes[code])
+                yield MetricSample(metrics.HTTP_RESPONSES, (route, code), codes[code])
 
 
 class _ModelMetrics:
@@ -87,22 +87,22 @@ class _ModelMetrics:
         self.running = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
-        self.first_token_s = names.TIME_TO_FIRST_TOKEN.new_histogram()
-        self.between_tokens_s = names.INTER_TOKEN_LATENCY.new_histogram()
-        self.request_s = names.REQUEST_LATENCY.new_histogram()
+        self.first_token_s = metrics.TIME_TO_FIRST_TOKEN.new_histogram()
+        self.between_tokens_s = metrics.INTER_TOKEN_LATENCY.new_histogram()
+        self.request_s = metrics.REQUEST_LATENCY.new_histogram()
         self.finished: Counter[str] = Counter()
 
     def samples(self, model_id: ModelId) -> Iterator[MetricSample]:
         labels = (model_id,)
-        yield MetricSample(names.REQUESTS_RUNNING, (model_id, "gateway"), self.running)
-        yield MetricSample(names.REQUESTS_WAITING, (model_id, "gateway"), self.waiting)
-        yield MetricSample(names.PROMPT_TOKENS, labels, self.prompt_tokens)
-        yield MetricSample(names.GENERATION_TOKENS, labels, self.generated_tokens)
-        yield MetricSample(names.TIME_TO_FIRST_TOKEN, labels, self.first_token_s)
-        yield MetricSample(names.INTER_TOKEN_LATENCY, labels, self.between_tokens_s)
-        yield MetricSample(names.REQUEST_LATENCY, labels, self.request_s)
+        yield MetricSample(metrics.REQUESTS_RUNNING, (model_id, "gateway"), self.running)
+        yield MetricSample(metrics.REQUESTS_WAITING, (model_id, "gateway"), self.waiting)
+        yield MetricSample(metrics.PROMPT_TOKENS, labels, self.prompt_tokens)
+        yield MetricSample(metrics.GENERATION_TOKENS, labels, self.generated_tokens)
+        yield MetricSample(metrics.TIME_TO_FIRST_TOKEN, labels, self.first_token_s)
+        yield MetricSample(metrics.INTER_TOKEN_LATENCY, labels, self.between_tokens_s)
+        yield MetricSample(metrics.REQUEST_LATENCY, labels, self.request_s)
         for reason in FINISH_REASONS:
-            yield MetricSample(names.REQUEST_SUCCESS, (model_id, reason), self.finished[reason])
+            yield MetricSample(metrics.REQUEST_SUCCESS, (model_id, reason), self.finished[reason])
 
 
 class RequestMetrics:

@@ -40,6 +40,8 @@ from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.web.authenticator import current_caller
 from nesa_node.web.rate_limits import FairSlots
 
+log = get_logger(__name__)
+
 T = TypeVar("T")
 
 
@@ -105,9 +107,6 @@ class ThreadChannel(AsyncIterator[T], Generic[T]):
         self._wakeup_scheduled = False
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-
-log = get_logger(__name__)
 
 
 MAX_THREADS = 256

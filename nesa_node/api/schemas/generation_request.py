@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
     from nesa_node.core.settings.models import GatewayConfig
 
+log = get_logger(__name__)
+
 
 MAX_CHOICES = 128
 MAX_CHOICES_AT_FULL_DEFAULT = 4
@@ -174,8 +176,6 @@ def resolve_max_tokens(
         requested = min(left, max(min(config.default_new_tokens, shared), 1))
     return min(requested, config.max_new_tokens or requested)
 
-
-log = get_logger(__name__)
 
 _FIELD_TYPES: dict[str, TypeAdapter[Any]] = {
     "temperature": TypeAdapter(Temperature),

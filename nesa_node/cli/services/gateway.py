@@ -40,6 +40,8 @@ from nesa_node.swarm.node import Swarm, model_samples
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.web.server import METRICS_PATH, MetricsPage, serve_authenticated
 
+log = get_logger(__name__)
+
 
 @contextmanager
 def stop_on_stdin_end(stopping: asyncio.Event) -> Iterator[None]:
@@ -57,8 +59,6 @@ def stop_on_stdin_end(stopping: asyncio.Event) -> Iterator[None]:
     finally:
         loop.remove_reader(stdin)
 
-
-log = get_logger(__name__)
 
 MAX_DASHBOARD_VIEWERS = 64
 """Most open pages of the dashboard."""

@@ -12,6 +12,8 @@ from typing import Any, Generic, TypeVar
 
 from nesa_node.core.logging import get_logger
 
+log = get_logger(__name__)
+
 
 class Interrupt:
     """Cancels a session's current call and all later ones.
@@ -46,8 +48,6 @@ class Interrupt:
         if is_set and future is not None:
             future.cancel()
 
-
-log = get_logger(__name__)
 
 T = TypeVar("T")
 

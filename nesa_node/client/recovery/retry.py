@@ -80,7 +80,7 @@ class StepReplay:
         """Rebuild the route; afterwards every node holds `lengths[row]` tokens of each row.
 
         With `is_opening` the route determines the lengths itself. No inputs beyond them may be
-        recorded. Raises what `Route.rebuild` and sending raise.
+        recorded. Raises what `SessionRoute.rebuild` and sending raise.
         """
         await self._route.rebuild(
             lengths,

@@ -12,10 +12,16 @@ from typing import Literal, get_args
 
 from nesa_node.client.recovery.suspicion import SuspicionEvent
 from nesa_node.client.routing.request import RouteRequest
-from nesa_node.core import metrics as names
 from nesa_node.core import tracing
 from nesa_node.core.ids import ModelId
-from nesa_node.core.metrics import MetricSample
+from nesa_node.core.metrics import (
+    FAILOVERS,
+    OPEN_SESSIONS,
+    RECOVERY_TIME,
+    STEP_LATENCY,
+    SUSPICIONS,
+    MetricSample,
+)
 from nesa_node.core.tracing import NO_SPAN, TraceSpan
 
 MAX_TRACED_PHASES = 64
@@ -98,8 +104,8 @@ class SessionMetrics:
 
     def __init__(self) -> None:
         self.open = 0
-        self.step_s = names.STEP_LATENCY.new_histogram()
-        self.recovery_s = names.RECOVERY_TIME.new_histogram()
+        self.step_s = STEP_LATENCY.new_histogram()
+        self.recovery_s = RECOVERY_TIME.new_histogram()
         self.failovers: Counter[FailoverReason] = Counter()
         self.suspicions: Counter[SuspicionEvent] = Counter()
         """Suspicions by outcome: raised, then withdrawn or confirmed."""
@@ -108,13 +114,13 @@ class SessionMetrics:
 def session_samples(model_id: ModelId, metrics: SessionMetrics) -> Iterator[MetricSample]:
     """Prometheus samples of a client's sessions. Thread-safe."""
     model = (model_id,)
-    yield MetricSample(names.OPEN_SESSIONS, model, metrics.open)
-    yield MetricSample(names.STEP_LATENCY, model, metrics.step_s)
-    yield MetricSample(names.RECOVERY_TIME, model, metrics.recovery_s)
+    yield MetricSample(OPEN_SESSIONS, model, metrics.open)
+    yield MetricSample(STEP_LATENCY, model, metrics.step_s)
+    yield MetricSample(RECOVERY_TIME, model, metrics.recovery_s)
     for reason in get_args(FailoverReason):
-        yield MetricSample(names.FAILOVERS, (*model, reason), metrics.failovers[reason])
+        yield MetricSample(FAILOVERS, (*model, reason), metrics.failovers[reason])
     for event in get_args(SuspicionEvent):
-        yield MetricSample(names.SUSPICIONS, (*model, event), metrics.suspicions[event])
+        yield MetricSample(SUSPICIONS, (*model, event), metrics.suspicions[event])
 
 
 MEDIAN_STEPS = 12

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from nesa_node.core.logging import get_logger
 
+log = get_logger(__name__)
+
 HUGE_PAGE_BYTES = 2 << 20
 MIN_MAPPED_BYTES = 128 << 10
 """Larger tensors get a mapping of their own, which returns to the system once they are freed.
@@ -75,8 +77,6 @@ def get_mapping_address(memory: mmap.mmap) -> int:
     """Return the start address of mapped memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
-
-log = get_logger(__name__)
 
 COMPILE_TIMEOUT_S = 60
 CACHE_LINE_BYTES = 64

@@ -32,6 +32,8 @@ from nesa_node.core.errors import CorruptCheckpointError, NesaError, Unsupported
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.kernels.machine_code import allocate_in_huge_pages
 
+log = get_logger(__name__)
+
 INDEX_FILE = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 32 << 20
@@ -267,8 +269,6 @@ def read_window(folder: Path, info: TensorInfo, start: int, length: int) -> byte
         stream.seek(info.offset + start)
         return stream.read(length)
 
-
-log = get_logger(__name__)
 
 _LOG_INTERVAL_S = 5.0
 

@@ -49,6 +49,8 @@ from nesa_node.engine.weights.files import (
     read_header,
 )
 
+log = get_logger(__name__)
+
 
 def compute_folder_bytes(folder: Path) -> int:
     """Return the bytes of the files in `folder`, without links."""
@@ -58,8 +60,6 @@ def compute_folder_bytes(folder: Path) -> int:
 def _format_gib(count: int) -> str:
     return f"{count / (1 << 30):.2f} GiB"
 
-
-log = get_logger(__name__)
 
 MAX_TENSORS = 1_000_000
 _MAX_PARALLEL_HEADERS = 4

@@ -1,5 +1,6 @@
-"""How operators and programs find this node: the printed join command, the known-swarms file, and
-the ready file, which exists exactly as long as a daemon serves.
+"""How a node is found: the printed join command, the known-swarms file and the ready file.
+
+The ready file exists exactly as long as a daemon serves.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import get_args
 
-from nesa_node.core import metrics as names
+from nesa_node.core import metrics
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
@@ -30,7 +30,7 @@ def daemon_source(swarm: Swarm, role: str, version: str) -> MetricSource:
     labels = (role, version, swarm.identity.peer_id)
 
     def samples() -> Iterator[MetricSample]:
-        yield MetricSample(names.PROCESS_INFO, labels, 1)
+        yield MetricSample(metrics.PROCESS_INFO, labels, 1)
         yield from swarm_samples(swarm)
 
     return samples
@@ -60,25 +60,25 @@ async def refresh_directory(swarm: Swarm, model_id: ModelId, num_blocks: int | N
 
 def _node_samples(runner: SpanRunner) -> Iterator[MetricSample]:
     model, tallies = (runner.served.model_id,), runner.scheduler.stats
-    yield MetricSample(names.NODE_STEPS, model, tallies.steps)
-    yield MetricSample(names.NODE_FAILURES, model, tallies.failed)
-    yield MetricSample(names.NODE_TOKENS, (*model, "prefill"), tallies.prefill_tokens)
-    yield MetricSample(names.NODE_TOKENS, (*model, "decode"), tallies.decode_tokens)
-    yield MetricSample(names.BATCH_SIZE, model, tallies.batch)
-    yield MetricSample(names.ITERATION_TIME, model, tallies.iteration_s)
-    yield MetricSample(names.NODE_STEP_LATENCY, model, tallies.step_s)
-    yield MetricSample(names.NODE_LOAD, model, runner.scheduler.load)
+    yield MetricSample(metrics.NODE_STEPS, model, tallies.steps)
+    yield MetricSample(metrics.NODE_FAILURES, model, tallies.failed)
+    yield MetricSample(metrics.NODE_TOKENS, (*model, "prefill"), tallies.prefill_tokens)
+    yield MetricSample(metrics.NODE_TOKENS, (*model, "decode"), tallies.decode_tokens)
+    yield MetricSample(metrics.BATCH_SIZE, model, tallies.batch)
+    yield MetricSample(metrics.ITERATION_TIME, model, tallies.iteration_s)
+    yield MetricSample(metrics.NODE_STEP_LATENCY, model, tallies.step_s)
+    yield MetricSample(metrics.NODE_LOAD, model, runner.scheduler.load)
     for state in get_args(AnnouncedState):
         yield MetricSample(
-            names.NODE_STATE, (*model, state), float(state == runner.announcer.state)
+            metrics.NODE_STATE, (*model, state), float(state == runner.announcer.state)
         )
     for answer in get_args(MoveOutcome):
-        yield MetricSample(names.MOVE_REQUESTS, (answer,), runner.move_limiter.outcomes[answer])
-    yield from count_by_label(names.REFUSED_STREAMS, runner.refusals.streams, REFUSAL_CODES)
-    yield from count_by_label(names.REFUSED_MESSAGES, runner.refusals.messages, REFUSAL_CODES)
+        yield MetricSample(metrics.MOVE_REQUESTS, (answer,), runner.move_limiter.outcomes[answer])
+    yield from count_by_label(metrics.REFUSED_STREAMS, runner.refusals.streams, REFUSAL_CODES)
+    yield from count_by_label(metrics.REFUSED_MESSAGES, runner.refusals.messages, REFUSAL_CODES)
     asked, found = runner.prefix_tokens()
-    yield MetricSample(names.PREFIX_QUERIES, model, asked)
-    yield MetricSample(names.PREFIX_HITS, model, found)
+    yield MetricSample(metrics.PREFIX_QUERIES, model, asked)
+    yield MetricSample(metrics.PREFIX_HITS, model, found)
     yield from _span_samples(runner.served_span, runner)
 
 
@@ -87,24 +87,24 @@ def _span_samples(served_span: ServedSpan | None, runner: SpanRunner) -> Iterato
     model_id = runner.served.model_id
     model, waiting = (model_id,), runner.scheduler.waiting_sessions
     sessions = 0 if served_span is None else served_span.admission.sessions
-    yield MetricSample(names.REQUESTS_RUNNING, (model_id, "node"), max(sessions - waiting, 0))
-    yield MetricSample(names.REQUESTS_WAITING, (model_id, "node"), waiting)
+    yield MetricSample(metrics.REQUESTS_RUNNING, (model_id, "node"), max(sessions - waiting, 0))
+    yield MetricSample(metrics.REQUESTS_WAITING, (model_id, "node"), waiting)
     pool = None if served_span is None else served_span.admission.pool
     pages = 1 if pool is None else pool.num_pages
     held, free = (0, pages) if pool is None else (pool.held_pages, max(pool.unreserved_pages, 0))
-    yield MetricSample(names.KV_CACHE_USAGE, model, held / pages)
-    yield MetricSample(names.KV_CACHE_RESERVED, model, 1 - free / pages)
+    yield MetricSample(metrics.KV_CACHE_USAGE, model, held / pages)
+    yield MetricSample(metrics.KV_CACHE_RESERVED, model, 1 - free / pages)
     yield MetricSample(
-        names.KV_CACHE_CAPACITY,
+        metrics.KV_CACHE_CAPACITY,
         model,
         0 if served_span is None else served_span.admission.total_tokens,
     )
     span = None if served_span is None else served_span.blocks.span
-    yield MetricSample(names.SPAN_START, model, 0 if span is None else span.start)
-    yield MetricSample(names.SPAN_END, model, 0 if span is None else span.end)
+    yield MetricSample(metrics.SPAN_START, model, 0 if span is None else span.start)
+    yield MetricSample(metrics.SPAN_END, model, 0 if span is None else span.end)
     yield MetricSample(
-        names.WEIGHT_BYTES, model, 0 if served_span is None else served_span.blocks.weight_bytes
+        metrics.WEIGHT_BYTES, model, 0 if served_span is None else served_span.blocks.weight_bytes
     )
     speed = runner.announcer.throughput
-    yield MetricSample(names.MEASURED_THROUGHPUT, (*model, "prefill"), speed.prefill_tokens_per_s)
-    yield MetricSample(names.MEASURED_THROUGHPUT, (*model, "decode"), speed.decode_tokens_per_s)
+    yield MetricSample(metrics.MEASURED_THROUGHPUT, (*model, "prefill"), speed.prefill_tokens_per_s)
+    yield MetricSample(metrics.MEASURED_THROUGHPUT, (*model, "decode"), speed.decode_tokens_per_s)

@@ -30,6 +30,8 @@ from nesa_node.sharding.span_placement import choose_span, reconsider_span
 from nesa_node.swarm.node import Swarm
 from nesa_node.topology.snapshot import Snapshot
 
+log = get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeModel:
@@ -68,8 +70,6 @@ def open_node_model(config: NodeConfig) -> NodeModel:
         device=device,
     )
 
-
-log = get_logger(__name__)
 
 PLANNED_CACHE_TOKENS = 8192
 """Cache tokens for which memory is kept free when the number of blocks is chosen automatically."""

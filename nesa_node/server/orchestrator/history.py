@@ -1,6 +1,4 @@
-"""What an orchestrator has seen and decided, for its snapshot store, the dashboard and the decision
-log.
-"""
+"""History of an orchestrator: for its snapshot store, the dashboard and the decision log."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from nesa_node.compression.tensors import HiddenStates
-from nesa_node.core import metrics as names
 from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.metrics import BATCH_SIZE, ITERATION_TIME, NODE_STEP_LATENCY
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.devices import MAX_PREFILL_TOKENS, SpanThroughput
@@ -35,9 +35,9 @@ class SchedulerStats:
         self.failed = 0
         self.prefill_tokens = 0
         self.decode_tokens = 0
-        self.batch = names.BATCH_SIZE.new_histogram()
-        self.iteration_s = names.ITERATION_TIME.new_histogram()
-        self.step_s = names.NODE_STEP_LATENCY.new_histogram()
+        self.batch = BATCH_SIZE.new_histogram()
+        self.iteration_s = ITERATION_TIME.new_histogram()
+        self.step_s = NODE_STEP_LATENCY.new_histogram()
 
     @property
     def tokens(self) -> int:

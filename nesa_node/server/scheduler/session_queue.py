@@ -24,6 +24,8 @@ from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.server.scheduler.batch import QueuedStep, SessionBatch, take_tokens
 from nesa_node.swarm.protocol.messages import Priority, Step
 
+log = get_logger(__name__)
+
 PRIORITIES: tuple[Priority, ...] = ("interactive", "batch", "training")
 """Most urgent first; `ScheduledSession.priority` is an index into it."""
 MAX_DECODE_ROW_TOKENS = 8
@@ -133,9 +135,6 @@ class ScheduledSession:
             self.queued_tokens,
         )
         self.prefill_started = False
-
-
-log = get_logger(__name__)
 
 
 class SessionQueue(ScheduledSession):

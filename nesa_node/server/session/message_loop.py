@@ -43,6 +43,8 @@ from nesa_node.swarm.protocol.messages import (
 )
 from nesa_node.swarm.protocol.stream import MessageBudget, Stream
 
+log = get_logger(__name__)
+
 BUSY_POLL_S = 0.5
 """Interval at which a busy session is asked whether it is still busy."""
 
@@ -83,9 +85,6 @@ class Drain:
         if busy and math.isfinite(idle_s):
             idle_left_s = max(idle_left_s, BUSY_POLL_S)
         return max(min(self.remaining_s, idle_left_s), 0.0)
-
-
-log = get_logger(__name__)
 
 
 MAX_HAND_OVERS = 2

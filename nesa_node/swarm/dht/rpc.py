@@ -48,6 +48,8 @@ from nesa_node.swarm.p2p.control import MAX_UNARY_MESSAGE_BYTES, UnaryCalls
 from nesa_node.swarm.p2p.hivemind_imports import DHTID, DHTProtocol, P2PContext, PeerID, dht_pb2
 from nesa_node.swarm.p2p.identity import TAG_BYTES, Membership
 
+log = get_logger(__name__)
+
 MAX_KNOWN_PEERS = 4096
 
 _UNITS_PER_S = 50.0
@@ -86,8 +88,6 @@ class CallBudget:
         if left < units:
             raise ProtocolError("busy", f"{peer} calls too often, or asks for too much")
 
-
-log = get_logger(__name__)
 
 PROTOCOL_PREFIX = "/nesa/1/dht/"
 MAX_NEIGHBOURS_PER_RESULT = 20

@@ -38,6 +38,8 @@ from nesa_node.core.wait_tracking import track_wait
 from nesa_node.swarm.p2p.identity import PEER_ID_HEADER, base58_encode, verify_signature
 from nesa_node.swarm.p2p.tasks import gather_until_first_answer
 
+log = get_logger(__name__)
+
 MAX_DIALLED_ADDRESSES = 2
 RESOLVE_TIMEOUT_S = 1.2
 """For all names of a record; less than a client's timeout for opening a session."""
@@ -223,8 +225,6 @@ def _host_of(address: str) -> _Host | None:
         return found.ipv4_mapped or found.sixtofour or found
     return found
 
-
-log = get_logger(__name__)
 
 LOOKUP_TIMEOUT_S = 5.0
 MAX_CERTIFICATE_BYTES = 16_384

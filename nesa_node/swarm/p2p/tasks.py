@@ -1,7 +1,4 @@
-"""Background tasks, and waiting for several of them.
-
-Event loop of commands that use the network.
-"""
+"""Background tasks, waiting for several of them, and the event loop that commands run."""
 
 from __future__ import annotations
 
@@ -125,10 +122,7 @@ async def wait_until_done(future: asyncio.Future[Any]) -> None:
         del cancelled  # its traceback holds this frame
 
 
-T = TypeVar("T")
-
-
-def run_event_loop(main: Coroutine[Any, Any, T]) -> T:
+def run_event_loop(main: Coroutine[Any, Any, Result]) -> Result:
     """Run `main` like `asyncio.run`, on uvloop where it is installed.
 
     uvloop reduces the round-trip time of plain bytes by a third. Two uvloop loops in one process

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nesa_node.cli.services.local_swarm import LocalNode
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
-from nesa_node.core import metrics as names
+from nesa_node.core import metrics
 from nesa_node.core.ids import Span
 from nesa_node.core.metrics import Metric
 from nesa_node.engine.weights.checkpoint import compute_model_id
@@ -61,7 +61,7 @@ def parsed(text: str) -> Values:
 
 def exported(values: Values) -> set[str]:
     ends = re.compile(r"_(bucket|count|sum)$")
-    histograms = {metric.name for metric in names.ALL_METRICS if metric.kind == "histogram"}
+    histograms = {metric.name for metric in metrics.ALL_METRICS if metric.kind == "histogram"}
     found = {name for name, *_ in values if name.startswith("nesa_")}
     return {ends.sub("", name) if ends.sub("", name) in histograms else name for name in found}
 
@@ -81,8 +81,8 @@ def swarm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dae
 
 def test_the_documentation_lists_every_metric_as_it_is() -> None:
     rows = documented()
-    assert set(rows) == {metric.name for metric in names.ALL_METRICS}
-    for metric in names.ALL_METRICS:
+    assert set(rows) == {metric.name for metric in metrics.ALL_METRICS}
+    for metric in metrics.ALL_METRICS:
         labels = ", ".join(f"`{label}`" for label in metric.labels) or "-"
         assert (metric.kind, labels, metric.help) == (*rows[metric.name][:2], rows[metric.name][3])
         assert metric.name.endswith("_total") == (metric.kind == "counter")
@@ -122,23 +122,23 @@ def test_a_node_tells_what_it_computed(model: Path, swarm: Daemons) -> None:
         name = metric if isinstance(metric, str) else metric.name
         return after[(name, *labels)] - before[(name, *labels)]
 
-    reused = rise(names.PREFIX_HITS, tiny)
+    reused = rise(metrics.PREFIX_HITS, tiny)
     assert reused == 32
-    assert rise(names.PREFIX_QUERIES, tiny) >= reused
-    assert rise(names.NODE_STEPS, tiny) == 2 * NEW
-    assert rise(names.NODE_TOKENS, tiny, "decode") == 2 * (NEW - 1)
-    assert rise(names.NODE_TOKENS, tiny, "prefill") == 2 * PROMPT - reused
+    assert rise(metrics.PREFIX_QUERIES, tiny) >= reused
+    assert rise(metrics.NODE_STEPS, tiny) == 2 * NEW
+    assert rise(metrics.NODE_TOKENS, tiny, "decode") == 2 * (NEW - 1)
+    assert rise(metrics.NODE_TOKENS, tiny, "prefill") == 2 * PROMPT - reused
     tokens = 2 * (PROMPT + NEW - 1) - reused
-    assert rise(names.WIRE_BYTES, "none", "received") == tokens * HIDDEN_BYTES
-    assert rise(names.WIRE_BYTES, "none", "sent") == tokens * HIDDEN_BYTES
+    assert rise(metrics.WIRE_BYTES, "none", "received") == tokens * HIDDEN_BYTES
+    assert rise(metrics.WIRE_BYTES, "none", "sent") == tokens * HIDDEN_BYTES
     assert rise("nesa_node_batch_size_sum", tiny) == rise("nesa_node_iteration_seconds_count", tiny)
     assert rise("nesa_node_step_seconds_count", tiny) == 2 * NEW
-    assert during[(names.REQUESTS_RUNNING.name, tiny, "node")] == 1
-    assert during[(names.KV_CACHE_USAGE.name, tiny)] > 0
-    assert after[(names.REQUESTS_RUNNING.name, tiny, "node")] == 0
-    assert after[(names.NODE_STATE.name, tiny, "serving")] == 1
-    assert after[(names.SPAN_END.name, tiny)] == 2
-    assert scrape(swarm, last)[(names.SPAN_END.name, tiny)] == BLOCKS
+    assert during[(metrics.REQUESTS_RUNNING.name, tiny, "node")] == 1
+    assert during[(metrics.KV_CACHE_USAGE.name, tiny)] > 0
+    assert after[(metrics.REQUESTS_RUNNING.name, tiny, "node")] == 0
+    assert after[(metrics.NODE_STATE.name, tiny, "serving")] == 1
+    assert after[(metrics.SPAN_END.name, tiny)] == 2
+    assert scrape(swarm, last)[(metrics.SPAN_END.name, tiny)] == BLOCKS
 
 
 @pytest.mark.slow
@@ -150,14 +150,14 @@ def test_a_node_tells_who_serves_which_block_and_how_far_they_are(
     while time.monotonic() < deadline:
         values = scrape(swarm, last)
         replicas = [
-            values[(names.BLOCK_REPLICAS.name, str(block), tiny)] for block in range(BLOCKS)
+            values[(metrics.BLOCK_REPLICAS.name, str(block), tiny)] for block in range(BLOCKS)
         ]
         pings = values[("nesa_hop_round_trip_seconds_count",)]
         if replicas == [1] * BLOCKS and pings >= 1:
             break
         time.sleep(0.2)
     assert replicas == [1] * BLOCKS
-    assert values[(names.KNOWN_NODES.name, tiny, "serving")] == 2
+    assert values[(metrics.KNOWN_NODES.name, tiny, "serving")] == 2
     assert pings >= 1
 
 
