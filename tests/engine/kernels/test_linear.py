@@ -304,8 +304,8 @@ def test_layers_of_a_model_are_replaced_and_keep_their_weights() -> None:
     assert [type(model[0]), type(inner[0]), model[2]] == [FastLinear, FastLinear, own]
     assert model[0].weight is plain.weight
     assert torch.equal(inner[0].weight, conv.weight.t())
-    assert distance(model[0](inputs), expected) <= 1e-6
-    assert distance(inner[0](inputs), of_conv) <= 1e-6
+    assert distance(model[0](inputs), expected) <= 2e-6
+    assert distance(inner[0](inputs), of_conv) <= 2e-6
 
 
 @pytest.fixture
