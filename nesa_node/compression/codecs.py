@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from nesa_node.compression.codec import Codec
-from nesa_node.compression.float_codecs import Cast, Lossless, RawCodec
+from nesa_node.compression.codec import Codec, RawCodec
+from nesa_node.compression.float_codecs import Cast, Lossless
 from nesa_node.compression.integer_codecs import Blockwise8, Int4, Int8
 from nesa_node.core.errors import ConfigError, ProtocolError, is_installed
 
@@ -125,6 +125,7 @@ def check_quality(quality: str) -> str:
         ) from None
 
 
+@functools.lru_cache(maxsize=_MAX_CACHED_CODECS)
 def allows_codec(quality: str, codec: str) -> bool:
     """Whether hidden states of a session with this quality may be sent in `codec`.
 
@@ -167,6 +168,7 @@ def codec_names() -> tuple[str, ...]:
     return tuple(name for name in names if name != "none")
 
 
+@functools.lru_cache(maxsize=_MAX_CACHED_CODECS)
 def codec_name(codec: str) -> str:
     """A codec's name without parameters, with its version if that is not 1."""
     return codec.partition(":")[0]

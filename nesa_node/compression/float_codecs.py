@@ -25,33 +25,6 @@ from nesa_node.core.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
-class RawCodec:
-    """The exact codec; the only one that does not check values when encoding."""
-
-    text: ClassVar[str] = "none"
-
-    def nbytes(self, meta: TensorLayout) -> int:
-        return math.prod(meta.shape) * DTYPES[meta.dtype].itemsize
-
-    def encode(self, tensor: Tensor) -> memoryview:
-        # A call into torch takes 20 us and more with cold caches, so few are made.
-        if not tensor.is_cpu:
-            tensor = tensor.cpu()
-        plain = tensor.view(torch.int16) if tensor.dtype.itemsize == 2 else tensor
-        array = plain.numpy()
-        return array.data.cast("B") if array.size else memoryview(b"")
-
-    def decode(self, meta: TensorLayout, data: memoryview, device: torch.device) -> Tensor:
-        dtype = DTYPES[meta.dtype]
-        if not data.nbytes:
-            return torch.empty(meta.shape, dtype=dtype, device=device)
-        # `frombuffer` shares memory and warns about read-only buffers.
-        writable = bytearray(data) if data.readonly else data
-        tensor = torch.frombuffer(writable, dtype=dtype).view(meta.shape)
-        return tensor if device.type == "cpu" else tensor.to(device)
-
-
-@dataclass(frozen=True, slots=True)
 class Cast:
     """`bfloat16` and `float16`: values rounded to nearest, ties to even.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nesa_node.api.models.discovery import AnnouncedModel
 from nesa_node.client.model.activity import SessionActivity
-from nesa_node.engine.model.fused_decoder import CompiledDecoder
+from nesa_node.engine.model.compiled_step import CompiledDecoder
 from nesa_node.server.node import served_span as speed
 from tests.api.live import live_gateway
 from tests.api.tokenizers import byte_level_tokenizer

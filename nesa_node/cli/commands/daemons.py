@@ -22,6 +22,9 @@ if TYPE_CHECKING:
         PeerConfig,
     )
 
+_MAX_OTHER_CONNECTIONS = 32
+"""Most connections to the dashboard besides those of its viewers."""
+
 
 def run(model: ModelArgument = None, /, *, flags: Flags["NodeConfig"] | None = None) -> int:
     """Serve a span of MODEL to the swarm, until SIGTERM or Ctrl-C.
@@ -33,8 +36,11 @@ def run(model: ModelArgument = None, /, *, flags: Flags["NodeConfig"] | None = N
 
     config = load_command_config(NodeConfig, flags, model=model)
     with exit_on_interrupt(), _without_gc():
-        from nesa_node.cli.services.gateway_process import make_gateway_runner
-        from nesa_node.cli.services.side_services import serve_metrics_of, serve_page_of
+        from nesa_node.cli.services.side_services import (
+            make_gateway_runner,
+            serve_metrics_of,
+            serve_page_of,
+        )
         from nesa_node.server.node.daemon import run_node
         from nesa_node.swarm.p2p import tasks as event_loop
 
@@ -148,15 +154,39 @@ def api(
 
 def dashboard(*, flags: Flags["DashboardConfig"] | None = None) -> int:
     """Serve a live web page about a swarm: its nodes, blocks, links and events."""
-    from nesa_node.cli.client_model import resolve_initial_peers
+    from nesa_node.cli.client_model import resolve_initial_peers, save_last_swarm
     from nesa_node.core.settings.models import DashboardConfig
 
     config = resolve_initial_peers(load_command_config(DashboardConfig, flags))
     with exit_on_interrupt():
-        from nesa_node.cli.services.dashboard_server import serve_dashboard
+        from nesa_node.cli.swarm_reader import open_reader
+        from nesa_node.core.settings.addresses import HttpAddress
+        from nesa_node.dashboard.app import Dashboard, make_app
+        from nesa_node.server.node.shutdown import Shutdown, stop_signals
         from nesa_node.swarm.p2p import tasks as event_loop
+        from nesa_node.web.server import serve_authenticated
 
-    event_loop.run_event_loop(serve_dashboard(config))
+    async def serve() -> None:
+        page = Dashboard(poll_interval_s=config.look_every_s, max_viewers=config.max_viewers)
+        connections = config.max_viewers + _MAX_OTHER_CONNECTIONS
+        address = HttpAddress.parse(config.listen)
+        with stop_signals() as stopping:
+            async with (
+                open_reader(config) as swarm,
+                serve_authenticated(
+                    make_app(page),
+                    config,
+                    address,
+                    public=("/healthz",),
+                    max_connections=connections,
+                ) as found,
+                page.watch_swarm(swarm),
+            ):
+                save_last_swarm(config)
+                print(f"nesa-node dashboard listens on http://{found}/", flush=True)
+                await Shutdown(stopping, swarm).wait()
+
+    event_loop.run_event_loop(serve())
     return 0
 
 

@@ -1,12 +1,8 @@
-"""Checks of options of `generate` and `forward`: unsupported ones, and plain greedy search.
-
-V vocabulary.
-"""
+"""Checks of options of `generate` and `forward`: unsupported ones, and plain greedy search."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +19,7 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteria,
 )
 
+from nesa_node.client.model.inference_session import StopCondition
 from nesa_node.core.errors import UnsupportedFeatureError
 
 _FORWARD_ADVICE = {
@@ -107,25 +104,6 @@ def refuse_generation_options(config: GenerationConfig) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StopCondition:
-    """Stop condition of greedy decoding: after `max_tokens` tokens, or at one of `stop_ids`, which
-    are banned from the first `min_tokens` tokens.
-    """
-
-    max_tokens: int
-    min_tokens: int = 0
-    stop_ids: frozenset[int] = frozenset()
-
-    def banned_ids(self, index: int) -> frozenset[int]:
-        """Ids that generated token `index`, counted from 0, must not have."""
-        return self.stop_ids if index < self.min_tokens else frozenset()
-
-    def is_last(self, token: int, index: int) -> bool:
-        """Whether `token`, generated token `index` counted from 0, is the last."""
-        return index + 1 >= self.max_tokens or token in self.stop_ids
-
-
 def find_stop_condition(
     config: GenerationConfig,
     processors: Iterable[LogitsProcessor],
@@ -159,16 +137,6 @@ def find_stop_condition(
     if not most or len(set(stops)) > 1:
         return None
     return StopCondition(min(most), max(least), stops[0] if stops else frozenset())
-
-
-def argmax_allowed(scores_V: torch.Tensor, banned: frozenset[int]) -> int:
-    """Index of the largest score that is not banned."""
-    token = int(scores_V.argmax())
-    if token not in banned:
-        return token
-    scores_V = scores_V.clone()
-    scores_V[sorted(banned)] = -torch.inf
-    return int(scores_V.argmax())
 
 
 def _ids(tokens: torch.Tensor) -> frozenset[int]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from nesa_node.client.model.generation_options import argmax_allowed
 from nesa_node.engine.model.loading import Embedder
 
 MAX_SHARED_TOKENS = 64
@@ -269,3 +268,13 @@ def _resolve(future: Future[Any] | asyncio.Future[Any], result: _HeadResult) -> 
         future.set_exception(result)
     else:
         future.set_result(result)
+
+
+def argmax_allowed(scores_V: torch.Tensor, banned: frozenset[int]) -> int:
+    """Index of the largest score that is not banned."""
+    token = int(scores_V.argmax())
+    if token not in banned:
+        return token
+    scores_V = scores_V.clone()
+    scores_V[sorted(banned)] = -torch.inf
+    return int(scores_V.argmax())

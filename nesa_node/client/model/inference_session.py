@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Generator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 import torch
 
-from nesa_node.client.model.generation_options import StopCondition
 from nesa_node.client.model.head import EmbeddingAndHead
 from nesa_node.client.model.layers import pack
 from nesa_node.client.model.loop_thread import HeldContext, Interrupt, LoopChannel, LoopThread
@@ -32,6 +32,25 @@ T = TypeVar("T")
 MIN_COPIED_TOKENS = 32
 """Fewest new tokens for which an identical row is copied instead of computed; a copy costs a round
 trip."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopCondition:
+    """Stop condition of greedy decoding: after `max_tokens` tokens, or at one of `stop_ids`, which
+    are banned from the first `min_tokens` tokens.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+
+    def banned_ids(self, index: int) -> frozenset[int]:
+        """Ids that generated token `index`, counted from 0, must not have."""
+        return self.stop_ids if index < self.min_tokens else frozenset()
+
+    def is_last(self, token: int, index: int) -> bool:
+        """Whether `token`, generated token `index` counted from 0, is the last."""
+        return index + 1 >= self.max_tokens or token in self.stop_ids
 
 
 class InferenceSession:

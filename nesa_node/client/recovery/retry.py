@@ -43,9 +43,10 @@ class StepReplay:
         self._span = request.span
         self._pipeline = pipeline
         self._outboxes: dict[int, ReplayBuffer] = {request.span.start: ReplayBuffer()}
+        self.stages: Sequence[PipelineStage] = ()
+        """For steps over the last rebuilt route; each records its inputs."""
 
-    def stages(self) -> list[PipelineStage]:
-        """Pipeline stages for new steps, each of which records its inputs."""
+    def _new_stages(self) -> list[PipelineStage]:
         links = self._route.links
         if self._is_chain:
             return [PipelineStage(links[0], links[-1], links, self._outbox(links[0]))]
@@ -97,6 +98,7 @@ class StepReplay:
         # Inputs at blocks where no hop starts any more would have gaps if a hop starts there again.
         starts = {hop.span.start for hop in self._route.hops}
         self._outboxes = {start: kept for start, kept in self._outboxes.items() if start in starts}
+        self.stages = self._new_stages()
 
     async def _replay_to(self, link: HopLink, held: Sequence[int], lengths: Sequence[int]) -> None:
         steps = self._outbox(link).iter_steps(held, lengths)

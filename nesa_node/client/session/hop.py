@@ -316,11 +316,10 @@ class HopLink:
 
     async def _read(self) -> None:
         """Handle the node's messages until the stream ends."""
+        most_bytes = self._request.max_output_bytes
         try:
             while True:
-                message, payload = await self._stream.receive(
-                    max_tensor_bytes=self._request.max_output_bytes
-                )
+                message, payload = await self._stream.receive(max_tensor_bytes=most_bytes)
                 self._dispatch(message, payload)
                 self._on_change()
                 if self.opened is not None:

@@ -44,6 +44,7 @@ class SessionRoute:
         suspicions: Counter[SuspicionEvent] | None = None,
     ) -> None:
         self.links: list[HopLink] = []
+        self.hops: tuple[Hop, ...] = ()
         self.epoch = 0
         self.held_tokens: dict[HopLink, tuple[int, ...]] = {}
         """Tokens of each row that nodes hold which the last rebuild added or sent back; they need
@@ -62,10 +63,6 @@ class SessionRoute:
     @property
     def session(self) -> bytes:
         return self.opener.session
-
-    @property
-    def hops(self) -> tuple[Hop, ...]:
-        return tuple(link.hop for link in self.links)
 
     async def rebuild(
         self,
@@ -135,7 +132,8 @@ class SessionRoute:
                 await close_links(fresh)
                 raise
             dropped = [link for link in self.links if link not in links]
-            self.links, self.held_tokens = links, held
+            self._set_links(links)
+            self.held_tokens = held
             await close_links(dropped)
             await self.successors.keep_only(links)
 
@@ -189,6 +187,10 @@ class SessionRoute:
         await self.successors.close()
         await self._close_links(self.links, prefix)
         await self.search.close()
+
+    def _set_links(self, links: list[HopLink]) -> None:
+        self.links = links
+        self.hops = tuple(link.hop for link in links)
 
     def _record_failures(self, links: Sequence[HopLink]) -> None:
         for link in links:
@@ -326,5 +328,5 @@ class SessionRoute:
 
     async def _close_links(self, links: Sequence[HopLink], prefix: Prefix = ()) -> None:
         gone = list(links)
-        self.links = [link for link in self.links if link not in gone]
+        self._set_links([link for link in self.links if link not in gone])
         await close_links(gone, prefix)

@@ -20,18 +20,14 @@ from nesa_node.client.recovery.retry import (
     OpenLimiter,
     StepReplay,
 )
+from nesa_node.client.recovery.suspicion import SlowdownDetector
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, Failover, SessionPrefix
 from nesa_node.client.session.hop import HopLink, LinkState
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.client.session.step_pipeline import StepChunk, StepPipeline, split_step
-from nesa_node.client.session.telemetry import (
-    FailoverReason,
-    SessionMetrics,
-    SessionTrace,
-    SlowdownDetector,
-)
+from nesa_node.client.session.telemetry import FailoverReason, SessionMetrics, SessionTrace
 from nesa_node.compression import tensors
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import (
@@ -166,7 +162,7 @@ class RemoteSession:
                 # Encoded lazily: `take` removes chunks from the deque meanwhile.
                 steps = self._encode_chunks(tuple(chunks), wire_TD)
                 with self._waiting_for_output() as wait:
-                    await self._pipeline.run_steps(steps, self._replay.stages(), take)
+                    await self._pipeline.run_steps(steps, self._replay.stages, take)
             except PeerUnreachableError as error:
                 with self._log_context():
                     log.info("chain_broken", reason=str(error))
@@ -284,7 +280,7 @@ class RemoteSession:
             self._watched_hops = self.hops
             self._slowdown.start_chain(self._route.selector.expected_s)
         self._slowdown.record_step(step_s)
-        if not self._reconsidering and self._slowdown.should_reconsider():
+        if self._slowdown.should_reconsider() and not self._reconsidering:
             self._reconsidering.start(
                 self._reconsider(self.hops, self._slowdown.step_s), name="reconsider-chain"
             )

@@ -139,6 +139,9 @@ class StepPipeline:
         # Lazily: each step is compressed just before it is sent, while earlier ones are in flight.
         self.suspicion.keep_only(self._route.links)
         self._stalls.clear()
+        for stage in stages:
+            # Those of an attempt that failed.
+            stage.in_flight.clear()
         unsent = iter(steps)
         upcoming = next(unsent, None)
         under_way = 0

@@ -1,12 +1,10 @@
-"""Traces and metrics of sessions, and detection of steps that are slower than expected."""
+"""Traces and metrics of sessions."""
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Literal, get_args
 
@@ -121,54 +119,3 @@ def session_samples(model_id: ModelId, metrics: SessionMetrics) -> Iterator[Metr
         yield MetricSample(FAILOVERS, (*model, reason), metrics.failovers[reason])
     for event in get_args(SuspicionEvent):
         yield MetricSample(SUSPICIONS, (*model, event), metrics.suspicions[event])
-
-
-MEDIAN_STEPS = 12
-"""Steps in the compared median: a few slow ones in a row are usually another session's prefill."""
-SLOWDOWN_FACTOR = 1.5
-"""Ratio of the median to the expected or best step time above which steps are slow."""
-SLACK_S = 0.02
-"""Allowance for noise in short steps, in seconds."""
-FIRST_CHECK_PAUSE_S = 30.0
-"""Pause after the first alarm, in seconds. Each further pause doubles."""
-MAX_CHECK_PAUSE_S = 1800.0
-"""Longest pause, in seconds."""
-
-
-class SlowdownDetector:
-    """Compares decode steps with the plan and the best median so far. `clock`: monotonic, in s."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._expected_s = self._best_s = math.inf
-        self._steps_s: deque[float] = deque(maxlen=MEDIAN_STEPS)
-        self._not_before = 0.0
-        self._pause_s = FIRST_CHECK_PAUSE_S
-
-    def start_chain(self, expected_s: float | None) -> None:
-        """Start over with a new chain. Its steps should take `expected_s`, if known."""
-        self._expected_s = math.inf if expected_s is None else expected_s
-        self._best_s = math.inf
-        self._steps_s.clear()
-        self._not_before = self._clock() + FIRST_CHECK_PAUSE_S / 2
-
-    def record_step(self, step_s: float) -> None:
-        """Add the seconds of one decode step."""
-        self._steps_s.append(step_s)
-        if len(self._steps_s) == MEDIAN_STEPS:
-            self._best_s = min(self._best_s, self.step_s)
-
-    @property
-    def step_s(self) -> float:
-        """Median of the last steps. Needs at least one."""
-        return statistics.median(self._steps_s)
-
-    def should_reconsider(self) -> bool:
-        """Whether to search for a better chain now; after True, False for a pause."""
-        if len(self._steps_s) < MEDIAN_STEPS or self._clock() < self._not_before:
-            return False
-        if self.step_s <= SLOWDOWN_FACTOR * min(self._expected_s, self._best_s) + SLACK_S:
-            return False
-        self._not_before = self._clock() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, MAX_CHECK_PAUSE_S)
-        return True

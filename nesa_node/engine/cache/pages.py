@@ -209,7 +209,7 @@ class PagePool:
 
     def _is_shared(self, page: int) -> bool:
         """Whether a row that holds this page must copy it before writing."""
-        return self._reference_counts[page] > 1 or page in self.prefixes
+        return self._reference_counts[page] > 1 or page in self.prefixes.key_by_page
 
     def _acquire(self, page: int) -> None:
         self.held_pages += not self._reference_counts[page]
@@ -220,7 +220,7 @@ class PagePool:
             self._reference_counts[page] -= 1
             if self._is_unreferenced(page):
                 self.held_pages -= 1
-                if page not in self.prefixes:
+                if page not in self.prefixes.key_by_page:
                     self._free.release(page)
 
 

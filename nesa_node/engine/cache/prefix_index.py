@@ -34,13 +34,11 @@ class PrefixIndex:
         self.queried_tokens = 0
         """Tokens that rows looked up."""
         self._entries: OrderedDict[PrefixKey, _Entry] = OrderedDict()
-        self._key_by_page: dict[int, PrefixKey] = {}
+        self.key_by_page: dict[int, PrefixKey] = {}
+        """The key of each page in the index; to be read only."""
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __contains__(self, page: int) -> bool:
-        return page in self._key_by_page
 
     def find(self, keys: Sequence[PrefixKey]) -> list[int]:
         """Return the pages of the longest known prefix of this chain, and mark them as used."""
@@ -55,27 +53,27 @@ class PrefixIndex:
         """
         added = self._count_known(keys)
         for key, page in zip(keys[added:], pages[added:], strict=True):
-            if key in self._entries or page in self._key_by_page:
+            if key in self._entries or page in self.key_by_page:
                 break
             parent = keys[added - 1] if added else None
             if parent is not None:
                 self._entries[parent].children.add(key)
             self._entries[key] = _Entry(page, parent)
-            self._key_by_page[page] = key
+            self.key_by_page[page] = key
             added += 1
         self._mark_used(keys[:added])
 
     def remove(self, page: int) -> list[int]:
         """Remove a page and all pages that continue it; return all of them."""
-        entry = self._entries[self._key_by_page[page]]
+        entry = self._entries[self.key_by_page[page]]
         if entry.parent is not None:
-            self._entries[entry.parent].children.discard(self._key_by_page[page])
+            self._entries[entry.parent].children.discard(self.key_by_page[page])
         pages: list[int] = []
-        doomed = [self._key_by_page[page]]
+        doomed = [self.key_by_page[page]]
         while doomed:
             entry = self._entries.pop(doomed.pop())
             doomed += entry.children
-            del self._key_by_page[entry.page]
+            del self.key_by_page[entry.page]
             pages.append(entry.page)
         return pages
 
@@ -86,7 +84,7 @@ class PrefixIndex:
         for page in list(itertools.islice(filter(evictable, pages), count)):
             if len(forgotten) >= count:
                 break
-            if page in self:
+            if page in self.key_by_page:
                 forgotten += filter(evictable, self.remove(page))
         return forgotten
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from nesa_node.core.ids import Span
 from nesa_node.engine.cache.paged_attention import PackedRows, RowCache, RowChunk
 from nesa_node.engine.cache.pages import PagePool
 from nesa_node.engine.kernels.threads import ThreadController
+from nesa_node.engine.model.compiled_step import CompiledDecoder
 from nesa_node.engine.model.fused_decoder import FusedDecoder
 from nesa_node.engine.weights.checkpoint import Checkpoint
 
@@ -90,12 +92,17 @@ class ModelBlocks:
         self.threads = ThreadController()
         """Shared by selections."""
         self.span = span
+        self.num_blocks = len(span)
         self.hidden_size = int(checkpoint.config.hidden_size)
         self.context_length = checkpoint.context_length
         self.dtype = dtype
         self.device = device
         self.weight_bytes = weight_bytes
         self._decoder: Any = decoder
+        self._compiled_decoder: CompiledDecoder | None = None
+        if isinstance(decoder, FusedDecoder):
+            with suppress(ValueError):  # no machine code supports such layers
+                self._compiled_decoder = CompiledDecoder(decoder.ordered_layers)
         self._family = checkpoint.family
         self._kv_heads = checkpoint.family.cache_heads(checkpoint.config)
         self._selections: dict[Span, ModelBlocks] = {}
@@ -103,7 +110,7 @@ class ModelBlocks:
     @property
     def cache_bytes_per_token(self) -> int:
         """KV cache of one token in all blocks."""
-        return self._kv_heads.bytes_per_token(self.dtype) * len(self.span)
+        return self._kv_heads.bytes_per_token(self.dtype) * self.num_blocks
 
     def select(self, span: Span) -> ModelBlocks:
         """Return a sub-span that shares these weights. Raises `ValueError` outside this span."""
@@ -115,8 +122,8 @@ class ModelBlocks:
             start = span.start - self.span.start
             local = Span(start, start + len(span))
             part = copy.copy(self)
-            part.span = span
-            part.weight_bytes = self.weight_bytes * len(span) // len(self.span)
+            part.span, part.num_blocks = span, len(span)
+            part.weight_bytes = self.weight_bytes * part.num_blocks // self.num_blocks
             part._selections = {}
             if isinstance(self._decoder, FusedDecoder):
                 part._decoder = self._decoder.select_layers(local)
@@ -145,7 +152,7 @@ class ModelBlocks:
     def _run_on_tuned_threads(self, job: Callable[[], T], tokens: int) -> T:
         if self.device.type != "cpu":
             return job()
-        return self.threads.run(job, tokens, len(self.span))
+        return self.threads.run(job, tokens, self.num_blocks)
 
     @torch.inference_mode()
     def _forward(self, hidden_TD: Tensor, runs: Sequence[RowChunk]) -> Tensor:
@@ -153,12 +160,11 @@ class ModelBlocks:
         inputs_TD = hidden_TD.to(device=self.device, dtype=self.dtype)
         if packed is None:
             output_TD = self._forward_row_by_row(inputs_TD[None], runs)
-        elif self._can_run_compiled(packed):
+        elif compiled := self._compiled_decoder_for(packed):
             inputs_TD = inputs_TD.contiguous()
             output_TD = torch.empty_like(inputs_TD)
-            self._decoder.run_compiled(
-                [BufferRange.from_tensor(inputs_TD)], [BufferRange.from_tensor(output_TD)], packed
-            )
+            source, target = BufferRange.from_tensor(inputs_TD), BufferRange.from_tensor(output_TD)
+            compiled.run(self._decoder, [source], [target], packed)
         elif isinstance(self._decoder, FusedDecoder):
             output_TD = self._decoder.forward(inputs_TD, packed)
         else:
@@ -181,10 +187,10 @@ class ModelBlocks:
 
     def _forward_buffers(self, pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:
         packed = self._pack(runs)
-        if packed is not None and self._can_run_compiled(packed, pieces):
+        if packed is not None and (compiled := self._compiled_decoder_for(packed, pieces)):
             inputs = [piece.buffers.hidden.buffer_range(piece.start, piece.end) for piece in pieces]
             outputs = [piece.buffers.output_range(piece.start, piece.end) for piece in pieces]
-            self._decoder.run_compiled(inputs, outputs, packed)
+            compiled.run(self._decoder, inputs, outputs, packed)
             _advance_lengths(runs)
             return
         parts = [piece.buffers.hidden.tensor_TD[piece.start : piece.end] for piece in pieces]
@@ -198,15 +204,17 @@ class ModelBlocks:
     def _pack(self, runs: Sequence[RowChunk]) -> PackedRows | None:
         return PackedRows(runs[0].table.pool, runs) if self._family.packs_rows else None
 
-    def _can_run_compiled(self, packed: PackedRows, pieces: Sequence[TokenSlice] = ()) -> bool:
-        decoder = self._decoder
-        if not (isinstance(decoder, FusedDecoder) and decoder.can_run_compiled(packed)):
-            return False
-        # A loop, since `all` takes three times as long.
+    def _compiled_decoder_for(
+        self, packed: PackedRows, pieces: Sequence[TokenSlice] = ()
+    ) -> CompiledDecoder | None:
+        """The compiled decoder, if it supports this batch."""
+        compiled = self._compiled_decoder
+        if compiled is None or not compiled.supports(packed):
+            return None
         for piece in pieces:
             if piece.buffers.hidden.dtype != self.dtype or piece.buffers.dtype != self.dtype:
-                return False
-        return True
+                return None
+        return compiled
 
     def _forward_row_by_row(self, inputs_1TD: Tensor, runs: Sequence[RowChunk]) -> Tensor:
         outputs, start = [], 0
@@ -237,7 +245,10 @@ class ModelBlocks:
         tokens = 0
         pool = runs[0].table.pool
         for run in runs:
-            if run.table.pool is not pool or not pool.span.covers(self.span):
+            # The pool of a whole span has that span itself.
+            if run.table.pool is not pool or not (
+                pool.span is self.span or pool.span.covers(self.span)
+            ):
                 raise ValueError(f"a cache of blocks {pool.span} cannot serve blocks {self.span}")
             tokens += run.count
             if run.count < 1:

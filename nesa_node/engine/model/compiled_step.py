@@ -1,8 +1,9 @@
-"""Recorded decode step: kernel calls for a fixed number of tokens, replayed without torch.
+"""Recorded decode steps: kernel calls for a fixed number of tokens, replayed without torch.
 
-With cold caches torch takes 10 to 20 us to dispatch an operation, longer than to compute it. Here
-buffers and the arguments of machine code keep their addresses between steps (as in a CUDA graph),
-so that a layer is about ten calls without arguments.
+Beside reading weights a small batch costs dispatch: with cold caches 5 to 30 us for each of torch's
+some thirty operations a layer. Here buffers and the arguments of machine code keep their addresses
+between steps (as in a CUDA graph): a layer is five kernels and four products, called without
+arguments.
 
 T tokens, D hidden, F inner size, Q query heads, H key/value heads, E head size, P positions, S
 slots.
@@ -18,15 +19,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from nesa_node.compression.tensors import BufferRange
 from nesa_node.engine.cache.paged_attention import PackedRow, PackedRows
 from nesa_node.engine.cache.pages import PagePool
-from nesa_node.engine.kernels.linear import FastLinear, KernelLaunch
-from nesa_node.engine.kernels.machine_code import NativeFunction
-from nesa_node.engine.model.fused_layer import FusedLayer, RMSNorm
+from nesa_node.engine.kernels.linear import DTYPE_NAMES, FastLinear, KernelLaunch
+from nesa_node.engine.kernels.machine_code import NativeFunction, compile_functions
+from nesa_node.engine.model.fused_decoder import FusedDecoder, FusedLayer, RMSNorm
 
+COMPILED_MAX_TOKENS = 32
+"""Tokens in a step. Above, torch's whole-tensor operations are cheap and its attention faster."""
+MAX_COMPILED_STEPS = 48
+"""Bounds memory: each takes up to 10 kB per layer, and clients choose the sub-spans they use."""
 MAX_VECTOR_FLOATS = 16
 """Floats in the widest vector register; sizes must be multiples of it."""
 MULTITHREAD_MIN_SLOT_HEADS = 1 << 14
@@ -340,3 +346,77 @@ def _first_slot(row: PackedRow) -> int:
 def float_as_field(value: float) -> int:
     """Encode a float32 as an integer field of a machine-code function."""
     return int.from_bytes(struct.pack("<f", value), "little")
+
+
+class CompiledDecoder:
+    """Compiled steps through layers of one shape and dtype, recorded once for each batch size."""
+
+    def __init__(self, layers: Iterable[FusedLayer]) -> None:
+        """Raises `ValueError` for unsupported or unequal layer shapes, or without a compiler."""
+        [shape, *others] = {_layer_shape(layer) for layer in layers}
+        if others or shape is None:
+            raise ValueError("these layers' sizes, activation, dtype or device have none")
+        dtype, dim, group = shape
+        functions = compile_functions(
+            ("add_and_norm", dtype),
+            ("rotate", dtype, dim),
+            ("attend", dtype, dim, group),
+            ("activate", dtype),
+        )
+        if functions is None:
+            raise ValueError("there is no machine code for this processor")
+        self._functions = DecoderFunctions(*functions)
+        self._buffers = ScratchBuffers(COMPILED_MAX_TOKENS)
+        self._steps: dict[tuple[int, int, int, int], CompiledStep] = {}
+        """Least recently used first."""
+
+    def supports(self, packed: PackedRows) -> bool:
+        """Whether the batch is small enough, and each row's cache is contiguous."""
+        if packed.tokens > COMPILED_MAX_TOKENS:
+            return False
+        # A loop, since `all` takes three times as long.
+        for row in packed.rows:  # noqa: SIM110
+            if not isinstance(row.slots, slice):
+                return False
+        return True
+
+    def run(
+        self,
+        decoder: FusedDecoder,
+        inputs: Iterable[BufferRange],
+        outputs: Iterable[BufferRange],
+        packed: PackedRows,
+    ) -> None:
+        """Run `decoder.forward` from memory to memory, in the layers' dtype.
+
+        `decoder` has all or some of the layers that this object was made for.
+        """
+        tokens, layers = packed.tokens, decoder.ordered_layers
+        rotary_tables = decoder.rotary_cache.tables_for(packed.max_length)
+        # Sub-spans share this object.
+        key = tokens, layers[0].layer_idx, len(layers), torch.get_num_threads()
+        program = self._steps.get(key)
+        if program is None or not program.is_valid_for(rotary_tables, packed.pool):
+            program = CompiledStep(
+                self._functions, layers, self._buffers, tokens, rotary_tables, packed.pool
+            )
+        self._steps.pop(key, None)
+        self._steps[key] = program
+        if len(self._steps) > MAX_COMPILED_STEPS:
+            del self._steps[next(iter(self._steps))]
+        program.run(inputs, outputs, packed)
+
+
+def _layer_shape(layer: FusedLayer) -> tuple[str, int, int] | None:
+    """Return a layer's dtype, E and G; None if no machine code supports it."""
+    weight = layer.post_attention_norm.weight
+    sizes = (len(weight), layer.down_proj.in_features, layer.head_dim // 2)
+    if (
+        weight.device.type != "cpu"
+        or weight.dtype not in DTYPE_NAMES
+        or not isinstance(layer.act_fn, SiLUActivation | nn.SiLU)
+        or any(size % MAX_VECTOR_FLOATS for size in sizes)
+        or layer.num_q_heads % layer.num_kv_heads
+    ):
+        return None
+    return DTYPE_NAMES[weight.dtype], layer.head_dim, layer.num_q_heads // layer.num_kv_heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -51,13 +51,17 @@ class StreamListener:
         finally:
             self._server = None
 
-    async def handle(
+    def handle(
+        self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> Coroutine[object, object, None]:
+        """Serve one incoming stream until its final message; the caller closes it."""
+        # Returned, not awaited here: each message would resume one more coroutine.
+        handler = self._refuse if self._server is None else self._server.handle
+        return handler(peer, reader, writer)
+
+    async def _refuse(
         self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Serve one incoming stream until its final message; the caller closes it."""
-        if self._server is not None:
-            await self._server.handle(peer, reader, writer)
-            return
         stream = Stream(peer, reader, writer)
         try:
             # Read before it is refused: see `SessionServer.handle`.

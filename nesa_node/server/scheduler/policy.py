@@ -219,11 +219,11 @@ class BatchPolicy(Generic[L]):
 
     def inline_tokens(self, session: L, seconds: float) -> int:
         """Most tokens, up to `MAX_DECODE_ROW_TOKENS`, that a decode step runs in `seconds`."""
-        return self.cost.max_tokens_within(seconds / len(session.span), MAX_DECODE_ROW_TOKENS)
+        return self.cost.max_tokens_within(seconds / session.num_blocks, MAX_DECODE_ROW_TOKENS)
 
     def record_iteration(self, plan: Sequence[tuple[L, int]], seconds: float) -> None:
         """Learn how long an iteration took."""
-        self.cost.observe(_planned_tokens(plan), seconds / len(plan[0][0].span))
+        self.cost.observe(_planned_tokens(plan), seconds / plan[0][0].num_blocks)
 
     def forget_client(self, client: PeerId) -> None:
         """Remove a client without sessions."""
@@ -264,7 +264,7 @@ class BatchPolicy(Generic[L]):
             # arrive.
             latest = min(since + OVERDUE_FACTOR * wait_s for since, wait_s in waits)
             return min(latest, max(lates, default=now))
-        takes_s = self.cost.predict_s(_decode_tokens(decoding)) * len(first.span)
+        takes_s = self.cost.predict_s(_decode_tokens(decoding)) * first.num_blocks
         deadline = first.waiting_since + ARRIVAL_WAIT_FRACTION * takes_s
         missed = {time for session in expected for time in session.recent_decode_times}
         if missed.isdisjoint(time for session in decoding for time in session.recent_decode_times):
@@ -276,7 +276,7 @@ class BatchPolicy(Generic[L]):
     def _wait_for_decodes(self, prefills: Sequence[L], expected: Sequence[L], now: float) -> float:
         """The time until which prefills wait for a decode step: with it they cost little extra."""
         first = min(expected, key=lambda session: session.earliest_decode_at)
-        gap_s = (first.earliest_decode_at - now) / len(prefills[0].span)
+        gap_s = (first.earliest_decode_at - now) / prefills[0].num_blocks
         worth_it = self.cost.predict_s(MIN_PREFILL_TOKENS) <= gap_s
         return now if worth_it else first.overdue_at
 
@@ -347,7 +347,7 @@ class BatchPolicy(Generic[L]):
     ) -> int:
         """Tokens beside `plan` that do not delay `decoding` too long. `sizes`: see below."""
         taken = _planned_tokens(plan)
-        blocks = len((plan[0][0] if plan else prefills[0]).span)
+        blocks = (plan[0][0] if plan else prefills[0]).num_blocks
         limit_s, least = MAX_ITERATION_S / blocks, MIN_PREFILL_TOKENS
         if not decoding:
             return max(self.cost.max_tokens_within(limit_s, MAX_ITERATION_TOKENS) - taken, least)

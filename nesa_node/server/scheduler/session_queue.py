@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -81,6 +81,10 @@ class ScheduledSession:
     min_decode_gap_s: float | None = None
     """The same without contention: a prefill that delays the session at other nodes must not let
     prefills here take longer, or the delays would reinforce each other."""
+    num_blocks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_blocks = len(self.span)
 
     @property
     def is_runnable(self) -> bool:

@@ -275,5 +275,8 @@ class MessageBudget:
         if tensor is not None and tensor.codec != RAW.text:
             price_s += tensor.decoded_nbytes * _DECODE_PRICE_S_PER_BYTE
         paid_at = max(self._paid_at.get(peer, 0.0), now - _BURST_S) + price_s
-        self._paid_at.put(peer, paid_at)
+        if peer in self._paid_at:
+            self._paid_at[peer] = paid_at
+        else:
+            self._paid_at.put(peer, paid_at)
         return max(paid_at - now, 0.0)

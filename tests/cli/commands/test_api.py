@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from nesa_node.cli.app import fill_optional_values, run_command
-from nesa_node.cli.services.gateway_process import make_gateway_runner
+from nesa_node.cli.services.side_services import make_gateway_runner
 from nesa_node.core.errors import AddressInUseError
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.swarm.p2p.p2pd import remove_stale_directories

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.model.generation_options import StopCondition, argmax_allowed
-from nesa_node.client.model.inference_session import InferenceSession
+from nesa_node.client.model.head import argmax_allowed
+from nesa_node.client.model.inference_session import InferenceSession, StopCondition
 from nesa_node.client.model.loop_thread import Interrupt
 from nesa_node.core.errors import ContextLengthError, MissingBlocksError
 from nesa_node.engine.model.loading import load_embedder_and_head

@@ -42,6 +42,5 @@ async def test_inputs_of_blocks_that_began_no_hop_for_a_while_are_not_taken_for_
     lacking = []
     for route.next in ([(0, 2), (2, 4)], [(0, 2), (2, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 4)]):
         await replay.rebuild([0])
-        replay.stages()
         lacking.append(route.lacking)
     assert lacking == [[2], [], [1], [2]]

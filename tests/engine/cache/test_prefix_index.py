@@ -43,7 +43,7 @@ def test_a_chain_is_found_from_its_beginning_only() -> None:
     assert index.find("abcd") == [5, 6, 7]
     assert index.find("abxd") == [5, 6, 3]
     assert index.find("ya") == []
-    assert 8 not in index
+    assert 8 not in index.key_by_page
 
 
 def test_a_page_is_known_under_one_key() -> None:

@@ -10,13 +10,13 @@ from nesa_node.core.errors import ContextLengthError
 from nesa_node.core.ids import Span
 from nesa_node.engine.cache.pages import PAGE_TOKENS
 from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.engine.model.compiled_step import COMPILED_MAX_TOKENS
 from nesa_node.engine.model.devices import (
     MAX_DECODE_STEPS,
     MAX_PREFILL_REPEATS,
     MIN_DECODE_STEPS,
     measure_throughput,
 )
-from nesa_node.engine.model.fused_decoder import COMPILED_MAX_TOKENS
 from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
 from tests.engine.chained import Chain, Run, distance, forward, new_row, open_local
 from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_model

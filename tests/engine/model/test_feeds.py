@@ -14,7 +14,7 @@ from nesa_node.compression import tensors
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.ids import Span
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, StepBuffers
-from nesa_node.engine.model.fused_decoder import COMPILED_MAX_TOKENS, CompiledDecoder
+from nesa_node.engine.model.compiled_step import COMPILED_MAX_TOKENS, CompiledDecoder
 from nesa_node.engine.model.loading import load_blocks
 from tests.engine.chained import new_row, open_local
 from tests.engine.tiny_models import FAMILIES, save_tiny_model

@@ -25,14 +25,14 @@ from nesa_node.engine.kernels.machine_code import NativeFunction, compile_functi
 from nesa_node.engine.kernels.native import compiler as program
 from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
 from nesa_node.engine.model.blocks import ModelBlocks
-from nesa_node.engine.model.compiled_step import MAX_VECTOR_FLOATS, float_as_field
-from nesa_node.engine.model.fused_decoder import (
+from nesa_node.engine.model.compiled_step import (
     COMPILED_MAX_TOKENS,
     MAX_COMPILED_STEPS,
+    MAX_VECTOR_FLOATS,
     CompiledDecoder,
-    FusedDecoder,
+    float_as_field,
 )
-from nesa_node.engine.model.fused_layer import MIN_ROTARY_POSITIONS
+from nesa_node.engine.model.fused_decoder import MIN_ROTARY_POSITIONS, FusedDecoder
 from nesa_node.engine.model.loading import load_blocks
 from tests.engine.chained import distance, forward, new_row, open_local
 from tests.engine.guarded import guarded
@@ -215,8 +215,8 @@ def load(family: str, models_dir: Path, dtype: torch.dtype) -> ModelBlocks:
 
 def without(blocks: ModelBlocks) -> None:
     assert isinstance(blocks._decoder, FusedDecoder)
-    assert blocks._decoder._compiled_decoder is not None
-    blocks._decoder._compiled_decoder = None
+    assert blocks._compiled_decoder is not None
+    blocks._compiled_decoder = None
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_biased", "mistral", "qwen3"])
@@ -295,7 +295,8 @@ def test_few_programs_are_kept(models_dir: Path) -> None:
         row = new_row(blocks.select(part))
         for tokens in range(1, COMPILED_MAX_TOKENS + 1):
             forward(blocks.select(part), torch.randn(tokens, blocks.hidden_size), row)
-    programs = blocks._decoder._compiled_decoder._steps
+    assert blocks._compiled_decoder is not None
+    programs = blocks._compiled_decoder._steps
     assert len(programs) == MAX_COMPILED_STEPS
     threads = torch.get_num_threads()
     assert (COMPILED_MAX_TOKENS, 2, 2, threads) in programs
@@ -317,9 +318,9 @@ def test_a_pool_is_not_held(models_dir: Path) -> None:
     ("family", "has"), [("llama_biased", True), ("qwen3", True), ("llama_tied", False)]
 )
 def test_which_spans_have_machine_code(family: str, has: bool, models_dir: Path) -> None:
-    decoder = load(family, models_dir, torch.float32)._decoder
-    assert isinstance(decoder, FusedDecoder)
-    assert (decoder._compiled_decoder is not None) == has
+    blocks = load(family, models_dir, torch.float32)
+    assert isinstance(blocks._decoder, FusedDecoder)
+    assert (blocks._compiled_decoder is not None) == has
 
 
 def test_hidden_states_may_lie_in_any_order(models_dir: Path) -> None:

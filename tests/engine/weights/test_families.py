@@ -170,7 +170,7 @@ def _remove_position_code(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None
     for blocks in chain.blocks:
         if isinstance(blocks._decoder, FusedDecoder):
             # What was computed with the right frequencies must be computed again.
-            monkeypatch.setattr(blocks._decoder._rotary_cache, "_tables", None)
+            monkeypatch.setattr(blocks._decoder.rotary_cache, "_tables", None)
         for name, module in blocks._decoder.named_modules():
             for buffer in [name for name in module._buffers if name.endswith("inv_freq")]:
                 monkeypatch.setitem(

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from nesa_node.client.session.telemetry import FIRST_CHECK_PAUSE_S, MEDIAN_STEPS, SlowdownDetector
+from nesa_node.client.recovery.suspicion import FIRST_CHECK_PAUSE_S, MEDIAN_STEPS, SlowdownDetector
 
 
 class _Clock:
