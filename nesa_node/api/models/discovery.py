@@ -7,13 +7,13 @@ into a separate folder with a disk limit.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -29,6 +29,7 @@ from nesa_node.engine.weights.files import convert_parse_errors
 from nesa_node.swarm.dht.records import NodeRecord, majority_num_blocks
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.tasks import SharedCall
 from nesa_node.topology.snapshot import count_span_holders, zero_runs
 
 log = get_logger(__name__)
@@ -82,8 +83,8 @@ class DhtModelDirectory:
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
-        self._locks: dict[ModelId, asyncio.Lock] = {}
-        self._cache: dict[ModelId, tuple[float, AnnouncedModel | None]] = {}
+        self._fetches: dict[ModelId, SharedCall] = {}
+        self._announced: dict[ModelId, AnnouncedModel | None] = {}
 
     async def fetch_all(self) -> dict[ModelId, AnnouncedModel]:
         """Announced models by id: at most `MAX_LISTED_MODELS`, those with the most nodes."""
@@ -95,23 +96,29 @@ class DhtModelDirectory:
 
     def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
         self._swarm.directory.set_num_blocks(model_id, num_blocks)
-        self._cache.pop(model_id, None)
+        self._fetches.pop(model_id, None)
 
     def forget_num_blocks(self, model_id: ModelId) -> None:
         self._swarm.directory.clear_num_blocks(model_id)
 
     async def fetch(self, model_id: ModelId) -> AnnouncedModel | None:
         """Look at one model; None if no node announces it. Raises `NesaError` if the DHT fails."""
-        async with self._locks.setdefault(model_id, asyncio.Lock()):
-            at, seen = self._cache.get(model_id, (-math.inf, None))
-            if time.monotonic() - at > MAX_AGE_S:
-                snapshot = await self._swarm.directory.fetch(model_id, reports=False)
-                seen = None
-                if snapshot.nodes or snapshot.joining:
-                    joining = tuple(node.span for node in snapshot.joining)
-                    seen = AnnouncedModel(model_id, snapshot.num_blocks, snapshot.holes(), joining)
-                self._cache[model_id] = (time.monotonic(), seen)
-            return seen
+        fetch = self._fetches.setdefault(model_id, SharedCall(partial(self._fetch, model_id)))
+        await fetch.run_since(time.monotonic() - MAX_AGE_S)
+        return self._announced[model_id]
+
+    async def _fetch(self, model_id: ModelId) -> None:
+        snapshot = await self._swarm.directory.fetch(model_id, reports=False)
+        announced = None
+        if snapshot.nodes or snapshot.joining:
+            joining = tuple(node.span for node in snapshot.joining)
+            announced = AnnouncedModel(model_id, snapshot.num_blocks, snapshot.holes(), joining)
+        self._announced[model_id] = announced
+
+    async def close(self) -> None:
+        """Cancel the fetches in progress."""
+        for fetch in self._fetches.values():
+            await fetch.close()
 
 
 def _summarize_records(records: list[NodeRecord]) -> AnnouncedModel:
@@ -177,7 +184,11 @@ async def open_model_directory(
             swarm_key=secret_text(config.swarm_key),
             listen=False,
         ) as swarm:
-            yield DhtModelDirectory(swarm), swarm
+            directory = DhtModelDirectory(swarm)
+            try:
+                yield directory, swarm
+            finally:
+                await directory.close()
 
 
 T = TypeVar("T")

@@ -193,7 +193,7 @@ class NodeSelector:
         nodes are not considered. Raises as `plan_hops` does.
         """
         request, planner = self._request, self._planner
-        snapshot = await planner.snapshots.fetch_uncached(request)
+        snapshot = await self._swarm.directory.fetch(request.model_id, request.num_blocks)
         await planner.remeasure_nodes(snapshot, request, hops)
         view = planner.without_own_load(await self._fetch_view(may_ping=True), hops, step_s)
         leave = await _run_planning(view.snapshot, partial(self._choose_peers_to_leave, view, hops))
@@ -247,7 +247,9 @@ class NodeSelector:
             if may_ping:
                 snapshot = await snapshots.fetch(request, after=self._stale_before)
             else:
-                snapshot = await snapshots.fetch_uncached(request, reports=False)
+                snapshot = await self._swarm.directory.fetch(
+                    request.model_id, request.num_blocks, reports=False
+                )
         return await self._planner.build_view(snapshot, request, may_ping=may_ping)
 
     def _fill_with_fallbacks(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Callable
@@ -11,11 +10,9 @@ from functools import partial
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.core.errors import ModelMismatchError
 from nesa_node.core.ids import ModelId
-from nesa_node.core.logging import get_logger
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.tasks import SharedCall
 from nesa_node.topology.snapshot import Snapshot
-
-log = get_logger(__name__)
 
 MAX_NAMED_MODELS = 4
 """Most models that an error message names."""
@@ -32,12 +29,8 @@ class SnapshotCache:
     def __init__(self, swarm: Swarm, clock: Callable[[], float] = time.monotonic) -> None:
         self._swarm = swarm
         self._clock = clock
-        self._fetch_lock = asyncio.Lock()
-        self._fetch_began_at: dict[ModelId, float] = {}
-        """Start time of the last successful fetch."""
+        self._fetches: dict[ModelId, SharedCall] = {}
         self._quick_fetch_at: dict[ModelId, float] = {}
-        self._pending_fetches: dict[ModelId, asyncio.Task[Snapshot]] = {}
-        """Running fetches, some continuing after the sessions that started them."""
 
     async def fetch(self, request: RouteRequest, *, after: float = -math.inf) -> Snapshot:
         """Snapshot at most `SNAPSHOT_FRESH_S` old and fetched after `after`, with failure reports.
@@ -46,55 +39,23 @@ class SnapshotCache:
         suffice if they cover the whole model. Raises what `Directory.fetch` raises.
         """
         model_id, num_blocks = request.model_id, request.num_blocks
+        directory = self._swarm.directory
+        fetch = self._fetches.setdefault(
+            model_id, SharedCall(partial(directory.fetch, model_id), clock=self._clock)
+        )
         # By start time: a fetch, however slow, serves all sessions that wait for it.
         since = max(after, self._clock() - SNAPSHOT_FRESH_S)
-        async with self._fetch_lock:
-            if self._fetch_began_at.get(model_id, -math.inf) <= since:
-                began_at = self._clock()
-                snapshot = await self._fetch_or_fall_back(request)
-                self._fetch_began_at[model_id] = began_at
-                return snapshot
-        return self._swarm.directory.snapshot(model_id, num_blocks)
-
-    async def _fetch_or_fall_back(self, request: RouteRequest) -> Snapshot:
-        model_id, wait_s = request.model_id, 0.0
-        looking = self._pending_fetches.get(model_id)
-        if looking is None:
-            fetching = self._swarm.directory.fetch(model_id, request.num_blocks)
-            looking = asyncio.create_task(fetching, name="directory-look")
-            self._pending_fetches[model_id] = looking
-            looking.add_done_callback(partial(self._fetch_done, model_id))
-            wait_s = FETCH_WAIT_S
-        try:
-            await asyncio.wait({looking}, timeout=wait_s)
-            if not looking.done():
-                known = await self.fetch_from_one_member(request)
-                if known.nodes and not known.holes():
-                    return known
-            return await looking
-        except asyncio.CancelledError:
-            looking.cancel()
-            self._pending_fetches.pop(model_id, None)
-            raise
-
-    def _fetch_done(self, model_id: ModelId, looking: asyncio.Task[Snapshot]) -> None:
-        if self._pending_fetches.get(model_id) is looking:
-            del self._pending_fetches[model_id]
-        if not looking.cancelled() and (error := looking.exception()) is not None:
-            log.debug("snapshot_fetch_failed", reason=str(error))
+        if not await fetch.run_since(since, wait_s=FETCH_WAIT_S):
+            known = await self.fetch_from_one_member(request)
+            if known.nodes and not known.holes():
+                return known
+            await fetch.run_since(since)
+        return directory.snapshot(model_id, num_blocks)
 
     async def close(self) -> None:
         """Cancel fetches in the background."""
-        fetches = list(self._pending_fetches.values())
-        for fetching in fetches:
-            fetching.cancel()
-        await asyncio.gather(*fetches, return_exceptions=True)
-
-    async def fetch_uncached(self, request: RouteRequest, *, reports: bool = True) -> Snapshot:
-        """`Directory.fetch`, bypassing the cache."""
-        return await self._swarm.directory.fetch(
-            request.model_id, request.num_blocks, reports=reports
-        )
+        for fetch in self._fetches.values():
+            await fetch.close()
 
     async def fetch_from_one_member(self, request: RouteRequest) -> Snapshot:
         """Snapshot of what the first member of the DHT to answer knows, and of earlier records.

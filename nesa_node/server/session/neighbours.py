@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from nesa_node.core.errors import NesaError, NoAddressError, PeerUnreachableError, ProtocolError
@@ -13,6 +13,7 @@ from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.tasks import SharedCall
 from nesa_node.swarm.protocol.link_encoder import LinkEncoder, get_link_speed
 from nesa_node.swarm.protocol.messages import (
     PROTOCOL,
@@ -49,11 +50,13 @@ class NeighbourLookup:
     def __init__(self, swarm: Swarm, model_id: ModelId) -> None:
         self.swarm = swarm
         self.model_id = model_id
-        self._quick_lookup = _SharedLookup(
-            lambda: swarm.directory.try_fetch_one(model_id), QUICK_LOOKUP_INTERVAL_S
-        )
-        self._full_lookup = _SharedLookup(
-            lambda: swarm.directory.fetch(model_id), FULL_LOOKUP_INTERVAL_S
+        directory = swarm.directory
+        self._lookups = tuple(
+            SharedCall(partial(self._fetch, fetch), pause_s=pause_s)
+            for fetch, pause_s in (
+                (directory.try_fetch_one, QUICK_LOOKUP_INTERVAL_S),
+                (directory.fetch, FULL_LOOKUP_INTERVAL_S),
+            )
         )
 
     async def find_record(self, neighbour: Downstream) -> NodeRecord | None:
@@ -70,53 +73,23 @@ class NeighbourLookup:
             return record is not None and Span(*record.span).covers(Span(*neighbour.blocks))
 
         asked_at = time.monotonic()
-        await self._quick_lookup.run_until(is_known, asked_at)
-        await self._full_lookup.run_until(is_known, asked_at)
+        for lookup in self._lookups:
+            if not is_known():
+                await lookup.run_since(asked_at, unless=is_known)
+                if is_known():
+                    lookup.not_before = -math.inf
         return directory.record(PeerId(neighbour.peer))
 
-    def close(self) -> None:
-        """Cancel the lookups in progress."""
-        self._quick_lookup.close()
-        self._full_lookup.close()
-
-
-class _SharedLookup:
-    """Single-flight lookup: concurrent calls share one fetch, and fruitless fetches are `pause_s`
-    apart.
-
-    Each fetch is its own task, so it continues when the session that began it ends.
-    """
-
-    def __init__(self, fetch: Callable[[], Awaitable[object]], pause_s: float) -> None:
-        self._fetch = fetch
-        self._pause_s = pause_s
-        self._running: asyncio.Task[None] | None = None
-        self._began_at = -math.inf
-        """Start of the last fetch that has ended."""
-        self._next_at = -math.inf
-
-    async def run_until(self, is_found: Callable[[], bool], asked_at: float) -> None:
-        """Fetch until found, or until a fetch that began after `asked_at` has found nothing."""
-        while not is_found() and self._began_at <= asked_at:
-            if self._running is None or self._running.done():
-                self._running = asyncio.create_task(self._fetch_once(), name="neighbour-look")
-            await asyncio.shield(self._running)
-            if is_found():
-                self._next_at = -math.inf
-
-    async def _fetch_once(self) -> None:
-        await asyncio.sleep(self._next_at - time.monotonic())
-        began_at = time.monotonic()
-        self._next_at = began_at + self._pause_s
+    async def _fetch(self, fetch: Callable[[ModelId], Awaitable[object]]) -> None:
         try:
-            await self._fetch()
+            await fetch(self.model_id)
         except NesaError as error:
             log.warning("neighbour_lookup_failed", error=str(error))
-        self._began_at = began_at
 
-    def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
+    async def close(self) -> None:
+        """Cancel the lookups in progress."""
+        for lookup in self._lookups:
+            await lookup.close()
 
 
 async def dial_downstream(

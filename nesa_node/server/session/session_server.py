@@ -152,7 +152,7 @@ class SessionServer:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        self._neighbours.close()
+        await self._neighbours.close()
 
     async def _dispatch(self, stream: Stream, message: AnyMessage) -> None:
         if not isinstance(message, Open | PushOpen | TransferOpen):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -53,6 +55,70 @@ class TaskSet:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("task_failed", task=task.get_name(), exc_info=error)
+
+
+class SharedCall:
+    """Single flight: one call at a time, shared by all that wait for it.
+
+    Each call is a task of its own, so that it goes on when the caller that began it is cancelled.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[], Awaitable[object]],
+        *,
+        pause_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.not_before = -math.inf
+        """Earliest start of the next call by `clock`: `pause_s` after that of the last one."""
+        self._call = call
+        self._pause_s = pause_s
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+        self._task_began_at = 0.0
+        """By the event loop's clock."""
+        self._succeeded_at = -math.inf
+        """Start of the last call that succeeded."""
+
+    async def run_since(
+        self,
+        since: float,
+        *,
+        unless: Callable[[], bool] = lambda: False,
+        wait_s: float | None = None,
+    ) -> bool:
+        """Wait until a call that began after `since` (by `clock`) has succeeded, or `unless()`.
+
+        False if a running call is `wait_s` old and not done; it goes on. Raises what a call raises.
+        """
+        while self._succeeded_at <= since and not unless():
+            now = asyncio.get_running_loop().time()
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._run(), name="shared-call")
+                # Suppresses asyncio's warning where all callers were cancelled.
+                self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+                self._task_began_at = now
+            left_s = None if wait_s is None else self._task_began_at + wait_s - now
+            task = self._task
+            await asyncio.wait({task}, timeout=left_s)
+            if not task.done():
+                return False
+            task.result()
+        return True
+
+    async def _run(self) -> None:
+        await asyncio.sleep(self.not_before - self._clock())
+        began_at = self._clock()
+        self.not_before = began_at + self._pause_s
+        await self._call()
+        self._succeeded_at = began_at
+
+    async def close(self) -> None:
+        """Cancel the running call."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
 
 @asynccontextmanager

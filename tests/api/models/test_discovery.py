@@ -24,6 +24,6 @@ async def test_requests_that_look_for_blocks_at_the_same_time_share_one_look(
     look = DhtModelDirectory(swarm)
     await asyncio.gather(*(look.fetch(MODEL_ID) for _ in range(20)))
     assert fetch.await_count == 1
-    monkeypatch.setattr(looking, "MAX_AGE_S", -1.0)
+    monkeypatch.setattr(looking, "MAX_AGE_S", 0.0)
     await look.fetch(MODEL_ID)
     assert fetch.await_count == 2

@@ -17,7 +17,6 @@ from nesa_node.server.session import neighbours as dial
 from nesa_node.server.session.neighbours import (
     NOT_REACHED_MESSAGE,
     NeighbourLookup,
-    _SharedLookup,
     dial_successor,
 )
 from nesa_node.swarm.node import Swarm, open_swarm
@@ -138,34 +137,6 @@ async def test_a_look_goes_on_for_others_when_the_session_that_began_it_ends() -
     ending.cancel()
     assert await waiting is not None
     assert directory.kinds == ["glance", "fetch"]
-
-
-async def test_sessions_that_end_while_they_look_do_not_delay_the_looks_of_others() -> None:
-    """Each would begin a look of its own after the pause, with the honest one behind them all."""
-    ended: list[float] = []
-
-    async def look() -> None:
-        await asyncio.sleep(0.2)
-        ended.append(time.monotonic())
-
-    shared = _SharedLookup(look, 0.1)
-    hostile = [
-        asyncio.create_task(shared.run_until(lambda: False, time.monotonic())) for _ in range(20)
-    ]
-    await asyncio.sleep(0.1)
-    asked_at = time.monotonic()
-    honest = asyncio.create_task(shared.run_until(lambda: len(ended) > 1, asked_at))
-
-    async def end_one_by_one() -> None:
-        for task in hostile:
-            task.cancel()
-            await asyncio.sleep(0.3)
-
-    ending = asyncio.create_task(end_one_by_one())
-    await honest
-    assert not ending.done()
-    assert len(ended) == 2
-    ending.cancel()
 
 
 async def test_after_a_look_that_found_its_peer_the_next_follows_at_once(
