@@ -120,9 +120,15 @@ def test_modules_import_each_other_in_no_circle() -> None:
 
 def test_architecture_has_a_line_for_each_folder() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(nesa_node/[\w/]*)/` \|", text, flags=re.MULTILINE)
+    rows = dict(re.findall(r"^\| `(nesa_node/[\w/]*)/` \|.*\|(.*)\|$", text, flags=re.MULTILINE))
     folders = {str(folder) for folder in folders_of(PACKAGE)} - {"nesa_node"}
     assert sorted(rows) == sorted(folders)
+    started = [
+        (folder, path) for folder in rows for path in re.findall(r"`(\w+\.py)`", rows[folder])
+    ]
+    assert not [
+        f"{folder}/{path}" for folder, path in started if not (ROOT / folder / path).is_file()
+    ]
 
 
 def test_docstrings_and_comments_name_what_exists() -> None:
