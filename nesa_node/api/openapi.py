@@ -228,6 +228,7 @@ def describe(
     answer: type[ResponseModel],
     events: type[ResponseModel] | None = None,
     *,
+    last_event: str = "[DONE]",
     statuses: tuple[int, ...] = tuple(_STATUS_DESCRIPTIONS),
 ) -> dict[str, Any]:
     """FastAPI arguments that describe a route; `schemas/request_body.py` reads its body."""
@@ -237,7 +238,7 @@ def describe(
         "headers": _REQUEST_ID_HEADER,
     }
     if events is not None:
-        words = f"Server-sent events with a {events.__name__} each; the last one is [DONE]."
+        words = f"Server-sent events with a {events.__name__} each; the last one is {last_event}."
         ok["content"] = {"text/event-stream": {"schema": {"description": words}}}
     responses: dict[int, Any] = {200: ok}
     for status in statuses:

@@ -138,6 +138,16 @@ async def test_each_key_has_a_prefix_scope_of_its_own(
     assert "" != alice != bob != ""
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+async def test_the_description_names_the_last_event_of_a_stream(tokenizer: Any, path: str) -> None:
+    async with serving(tokenizer) as server:
+        last = (await server.stream(path, {**ASKED[path], "stream": True}))[-1]
+        spec = (await server.client.get("/openapi.json")).json()
+    stream = spec["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    name = last if isinstance(last, str) else last["type"]
+    assert name in stream["schema"]["description"].partition("the last one is ")[2]
+
+
 class Page(HTMLParser):
     """What a page would load, and its headings."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from nesa_node.cli.commands.demo import split_demo_blocks
+from nesa_node.cli.commands.doctor import REQUIRED_PACKAGES
 from nesa_node.cli.commands.doctor_checks import (
     Finding,
     check_clock_skew,
@@ -218,7 +219,18 @@ def test_p2pd_must_be_there_and_executable(tmp_path: Path) -> None:
 
 
 def test_versions_are_found() -> None:
-    assert worst_level(list(check_versions())) == "ok"
+    assert worst_level(list(check_versions(REQUIRED_PACKAGES))) == "ok"
+
+
+@pytest.mark.parametrize("package", REQUIRED_PACKAGES)
+def test_doctor_tells_which_package_is_missing(package: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; "
+        "from nesa_node.cli.app import run_command; sys.exit(run_command(['doctor']))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert ran.returncode == 2
+    assert ran.stderr == f"error: not installed: {package}; reinstall nesa-node with pip\n"
 
 
 def test_a_cache_folder_that_does_not_exist_yet_is_fine(tmp_path: Path) -> None:

@@ -177,7 +177,14 @@ router = APIRouter()
 
 
 @router.post(
-    "/v1/responses", **describe("Answer in text", ResponsesRequest, ResponseObject, ResponseEvent)
+    "/v1/responses",
+    **describe(
+        "Answer in text",
+        ResponsesRequest,
+        ResponseObject,
+        ResponseEvent,
+        last_event="response.completed or response.incomplete",
+    ),
 )
 async def respond(
     gateway: GatewayOf,

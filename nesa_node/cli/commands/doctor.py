@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nesa_node.cli.flags import Flags, ModelArgument, load_command_config
+from nesa_node.core.errors import ConfigError, is_installed
 
 if TYPE_CHECKING:
     from nesa_node.cli.commands.doctor_checks import Finding
     from nesa_node.core.settings.models import ClientConfig
 
+REQUIRED_PACKAGES = ("torch", "transformers", "hivemind")
 _LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -25,6 +27,9 @@ def doctor(model: ModelArgument = None, /, *, flags: Flags["ClientConfig"] | Non
     from nesa_node.core.settings.models import ClientConfig
 
     config = load_command_config(ClientConfig, flags, model=model)
+    if missing := [package for package in REQUIRED_PACKAGES if not is_installed(package)]:
+        # The checks themselves need them.
+        raise ConfigError(f"not installed: {', '.join(missing)}; reinstall nesa-node with pip")
     from nesa_node.cli.commands.doctor_checks import worst_level
 
     findings = []
@@ -38,7 +43,7 @@ def _run_checks(config: ClientConfig) -> Iterator[Finding]:
     from nesa_node.cli.commands import doctor_checks as checks
     from nesa_node.swarm.p2p.hivemind_imports import P2PD_PATH
 
-    yield from checks.check_versions()
+    yield from checks.check_versions(REQUIRED_PACKAGES)
     yield from checks.check_p2pd(Path(P2PD_PATH))
     yield from checks.check_devices()
     yield from checks.check_memory_and_disk(config.cache_dir)

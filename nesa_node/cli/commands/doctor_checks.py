@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,7 +34,6 @@ from nesa_node.core.settings.models import ClientConfig
 from nesa_node.swarm.dht.sealing import CLOCK_SKEW_S
 
 FindingLevel = Literal["ok", "warn", "fail"]
-REQUIRED_PACKAGES = ("torch", "transformers", "hivemind")
 FAST_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 _GIB_BYTES = 2**30
 _EARLIEST_CLOCK_S = time.mktime((2026, 1, 1, 0, 0, 0, 0, 0, 0))
@@ -50,14 +49,11 @@ class Finding:
     advice: str = ""
 
 
-def check_versions() -> Iterator[Finding]:
+def check_versions(packages: Iterable[str]) -> Iterator[Finding]:
     text = f"nesa-node {__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield Finding("ok", "python", text)
-    for package in REQUIRED_PACKAGES:
-        try:
-            yield Finding("ok", package, metadata.version(package))
-        except metadata.PackageNotFoundError:
-            yield Finding("fail", package, "not installed", "reinstall nesa-node with pip")
+    for package in packages:
+        yield Finding("ok", package, metadata.version(package))
 
 
 def check_p2pd(path: Path) -> Iterator[Finding]:
