@@ -243,7 +243,7 @@ async def test_those_who_come_together_are_read_for_once() -> None:
 
 
 async def test_who_comes_first_waits_for_as_many_as_came_before() -> None:
-    ends = Ends(takes_s=0.08)
+    ends = Ends(takes_s=0.4)  # of which it waits a quarter
     next_tokens = batcher(ends.head)
 
     async def later(number: int) -> int:
