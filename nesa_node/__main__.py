@@ -12,11 +12,12 @@ from typing import NoReturn
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
     from nesa_node.cli.process_setup import exit_on_interrupt
-    from nesa_node.cli.standard_streams import escape_unencodable_output, open_closed_streams
 
-    open_closed_streams()
-    escape_unencodable_output()
     with exit_on_interrupt():
+        from nesa_node.cli.standard_streams import escape_unencodable_output, open_closed_streams
+
+        open_closed_streams()
+        escape_unencodable_output()
         from nesa_node.cli.app import main as run_app
     run_app()
 

@@ -27,6 +27,7 @@ from typing import (
 
 from cyclopts import Group, Parameter
 
+from nesa_node.cli.process_setup import exit_on_interrupt
 from nesa_node.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ class Flags(dict[str, Any], Generic[_Config]):
 
 @cache
 def _make_flags(config_name: str) -> Any:
-    from nesa_node.core.settings import models
+    # The first use of pydantic, which swallows a `KeyboardInterrupt` while it builds a model.
+    with exit_on_interrupt():
+        from nesa_node.core.settings import models
 
     config: type[SharedConfig] = getattr(models, config_name)
     flags: dict[str, Any] = {

@@ -316,6 +316,34 @@ def test_an_early_ctrl_c_is_no_traceback(delay_s: float) -> None:
     assert (command.returncode, said) == (130, "interrupted\n") or command.returncode == 3
 
 
+INTERRUPTED_WHERE_IT_IS_IGNORED = """
+import os, signal, sys
+
+class Ignored:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+
+class Finder:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "nesa_node.core.settings.models":
+            Ignored()
+
+sys.meta_path.insert(0, Finder)
+from nesa_node.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_that_a_library_ignores_ends_the_command() -> None:
+    """As pydantic's core does while the classes of settings are made: a daemon went on."""
+    argv = [sys.executable, "-c", INTERRUPTED_WHERE_IT_IS_IGNORED, "run", "./none"]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=50)
+    assert (ran.returncode, ran.stderr) == (130, "interrupted\n")
+
+
 def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     broken = App(result_action="return_value", suppress_keyboard_interrupt=False)
 
