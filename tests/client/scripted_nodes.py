@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -48,6 +49,8 @@ from nesa_node.swarm.protocol.stream import MessageBudget, Stream
 from tests.swarm.pipes import pipe_pair
 
 HIDDEN = 4
+NO_SWARM = cast(Swarm, SimpleNamespace(directory=None))
+"""Scripted nodes need none."""
 MAX_BYTES = 1 << 24
 
 Spoil = Callable[[torch.Tensor], torch.Tensor]
@@ -270,7 +273,7 @@ class ScriptedRoute(SessionRoute):
         finds: bool = True,
         suspicions: Counter[SuspicionEvent] | None = None,
     ) -> None:
-        super().__init__(cast(Swarm, None), request, ChainPlanner(cast(Swarm, None)), on_change)
+        super().__init__(NO_SWARM, request, ChainPlanner(NO_SWARM), on_change)
         self.search = ScriptedSearch(finds)
         self.detector = FailureDetector(self.search, suspicions)
         self.scripted: list[ScriptedNode] = []
@@ -324,7 +327,8 @@ class ScriptedRoute(SessionRoute):
         for link in fresh:
             if not self._wanted.is_chain or link is links[-1]:
                 old[link].emit_from = list(lengths)
-        self.links, self.scripted = links, nodes
+        self._set_links(links)
+        self.scripted = nodes
         self.held_tokens = dict.fromkeys(fresh, (0,) * self._wanted.rows)
 
     async def close(self, prefix: Prefix = ()) -> None:

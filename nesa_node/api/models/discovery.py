@@ -27,6 +27,7 @@ from nesa_node.core.settings.models import ClientConfig, GatewayConfig
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id, open_folder
 from nesa_node.engine.weights.files import convert_parse_errors
 from nesa_node.swarm.dht.records import NodeRecord, majority_num_blocks
+from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import SharedCall
@@ -81,25 +82,25 @@ class ModelDirectory(Protocol):
 class DhtModelDirectory:
     """Reads models from the DHT; requests for one model share a look for `MAX_AGE_S`."""
 
-    def __init__(self, swarm: Swarm) -> None:
-        self._swarm = swarm
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
         self._fetches: dict[ModelId, SharedCall] = {}
         self._announced: dict[ModelId, AnnouncedModel | None] = {}
 
     async def fetch_all(self) -> dict[ModelId, AnnouncedModel]:
         """Announced models by id: at most `MAX_LISTED_MODELS`, those with the most nodes."""
         groups: dict[ModelId, list[NodeRecord]] = {}
-        for record in await self._swarm.directory.fetch_all():
+        for record in await self._directory.fetch_all():
             groups.setdefault(ModelId(record.model_id), []).append(record)
         most = sorted(groups, key=lambda key: (-len(groups[key]), key))[:MAX_LISTED_MODELS]
         return {key: _summarize_records(groups[key]) for key in most}
 
     def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
-        self._swarm.directory.set_num_blocks(model_id, num_blocks)
+        self._directory.set_num_blocks(model_id, num_blocks)
         self._fetches.pop(model_id, None)
 
     def forget_num_blocks(self, model_id: ModelId) -> None:
-        self._swarm.directory.clear_num_blocks(model_id)
+        self._directory.clear_num_blocks(model_id)
 
     async def fetch(self, model_id: ModelId) -> AnnouncedModel | None:
         """Look at one model; None if no node announces it. Raises `NesaError` if the DHT fails."""
@@ -108,7 +109,7 @@ class DhtModelDirectory:
         return self._announced[model_id]
 
     async def _fetch(self, model_id: ModelId) -> None:
-        snapshot = await self._swarm.directory.fetch(model_id, reports=False)
+        snapshot = await self._directory.fetch(model_id, reports=False)
         announced = None
         if snapshot.nodes or snapshot.joining:
             joining = tuple(node.span for node in snapshot.joining)
@@ -184,7 +185,7 @@ async def open_model_directory(
             swarm_key=secret_text(config.swarm_key),
             listen=False,
         ) as swarm:
-            directory = DhtModelDirectory(swarm)
+            directory = DhtModelDirectory(swarm.directory)
             try:
                 yield directory, swarm
             finally:

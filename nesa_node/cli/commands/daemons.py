@@ -184,7 +184,7 @@ def dashboard(*, flags: Flags["DashboardConfig"] | None = None) -> int:
             ):
                 save_last_swarm(config)
                 print(f"nesa-node dashboard listens on http://{found}/", flush=True)
-                await Shutdown(stopping, swarm).wait()
+                await Shutdown(stopping, swarm.transport).wait()
 
     event_loop.run_event_loop(serve())
     return 0

@@ -90,7 +90,7 @@ async def serve_gateway(
         fix_threads(config.threads)
     async with open_model_directory(config) as (look, swarm), AsyncExitStack() as stack:
         save_last_swarm(config, next(iter(config.offered_models), None))
-        ending = Shutdown(stopping, swarm)
+        ending = Shutdown(stopping, swarm.transport)
         activity, metrics, closing = ActivityTracker(), GatewayMetrics(), GracefulShutdown()
         sources = registry or MetricRegistry(__version__)
         page = Dashboard(activity=activity, playground=True, max_viewers=MAX_DASHBOARD_VIEWERS)

@@ -166,7 +166,7 @@ class ChainPlanner:
         self.avoidance = FailurePenalties(clock)
         self.claims = SpeedClaims(clock)
         self.refusals = RefusalTracker(clock)
-        self.snapshots = SnapshotCache(swarm)
+        self.snapshots = SnapshotCache(swarm.directory)
         self.latencies = LatencyView(swarm)
 
     async def build_view(

@@ -10,7 +10,7 @@ from functools import partial
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.core.errors import ModelMismatchError
 from nesa_node.core.ids import ModelId
-from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.p2p.tasks import SharedCall
 from nesa_node.topology.snapshot import Snapshot
 
@@ -26,8 +26,8 @@ members may be gone."""
 class SnapshotCache:
     """Single-flight cache of snapshots for all sessions of a client. `clock`: monotonic seconds."""
 
-    def __init__(self, swarm: Swarm, clock: Callable[[], float] = time.monotonic) -> None:
-        self._swarm = swarm
+    def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
         self._clock = clock
         self._fetches: dict[ModelId, SharedCall] = {}
         self._quick_fetch_at: dict[ModelId, float] = {}
@@ -39,9 +39,8 @@ class SnapshotCache:
         suffice if they cover the whole model. Raises what `Directory.fetch` raises.
         """
         model_id, num_blocks = request.model_id, request.num_blocks
-        directory = self._swarm.directory
         fetch = self._fetches.setdefault(
-            model_id, SharedCall(partial(directory.fetch, model_id), clock=self._clock)
+            model_id, SharedCall(partial(self._directory.fetch, model_id), clock=self._clock)
         )
         # By start time: a fetch, however slow, serves all sessions that wait for it.
         since = max(after, self._clock() - SNAPSHOT_FRESH_S)
@@ -50,7 +49,7 @@ class SnapshotCache:
             if known.nodes and not known.holes():
                 return known
             await fetch.run_since(since)
-        return directory.snapshot(model_id, num_blocks)
+        return self._directory.snapshot(model_id, num_blocks)
 
     async def close(self) -> None:
         """Cancel fetches in the background."""
@@ -64,9 +63,9 @@ class SnapshotCache:
         """
         model_id = request.model_id
         due = self._quick_fetch_at.get(model_id, -math.inf) < self._clock() - SNAPSHOT_FRESH_S
-        if due and await self._swarm.directory.try_fetch_one(model_id):
+        if due and await self._directory.try_fetch_one(model_id):
             self._quick_fetch_at[model_id] = self._clock()
-        return self._swarm.directory.snapshot(model_id, request.num_blocks)
+        return self._directory.snapshot(model_id, request.num_blocks)
 
     async def check_model_copy(self, model_id: ModelId) -> tuple[str, ...]:
         """List the models that nodes serve if `model_id` is not among them, else nothing.
@@ -76,7 +75,7 @@ class SnapshotCache:
         a node.
         """
         name, _, digest = model_id.partition("@")
-        served = {record.model_id for record in await self._swarm.directory.fetch_all()}
+        served = {record.model_id for record in await self._directory.fetch_all()}
         if model_id in served:
             return ()
         same = sorted(each for each in served if each.partition("@")[2] == digest)

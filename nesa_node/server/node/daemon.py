@@ -37,7 +37,6 @@ from nesa_node.server.node.shutdown import Shutdown, stop_signals
 from nesa_node.server.node.span_choice import (
     NodeModel,
     count_blocks,
-    fetch_snapshot,
     open_node_model,
 )
 from nesa_node.server.node.span_runner import SpanRunner
@@ -84,7 +83,7 @@ async def run_bootstrap(
             ):
                 log.info("bootstrap_ready", addresses=swarm.transport.addresses)
                 print_invitation(config, swarm)
-                await Shutdown(stopping, swarm).wait()
+                await Shutdown(stopping, swarm.transport).wait()
 
 
 async def run_orchestrator(
@@ -113,7 +112,7 @@ async def run_orchestrator(
                 ready_file(config.ready_file, ready_file_fields(swarm)),
                 sources.registered(daemon_source(swarm, "orchestrator", sources.version)),
             ):
-                await Shutdown(stopping, swarm).run_until_shutdown(plan())
+                await Shutdown(stopping, swarm.transport).run_until_shutdown(plan())
 
 
 async def run_node(
@@ -170,7 +169,7 @@ async def serve_node(
             scheduler=scheduler,
             announcer=_make_announcer(config, served, blocks, swarm, move_limiter),
             move_limiter=move_limiter,
-            shutdown=Shutdown(stopping, swarm),
+            shutdown=Shutdown(stopping, swarm.transport),
         )
         swarm.directory.set_num_blocks(served.model_id, served.checkpoint.num_blocks)
         addresses, sources = swarm.transport.addresses, metric_sources or MetricRegistry()
@@ -306,19 +305,19 @@ def _services(
     """What runs beside the span runner."""
     config, swarm, served = runner.config, runner.swarm, runner.served
     peer_id, num_blocks = PeerId(swarm.identity.peer_id), served.checkpoint.num_blocks
-    of_model = (swarm, served.model_id, num_blocks)
+    of_model = (served.model_id, num_blocks)
     placement_filter = make_placement_filter(
         config, peer_id, num_blocks=num_blocks, max_blocks=max_blocks
     )
     services = [
         runner.announcer.run(),
-        probe_rtts(*of_model, random.Random(peer_id), ping_interval_s=config.ping_every_s),
+        probe_rtts(swarm, *of_model, random.Random(peer_id), ping_interval_s=config.ping_every_s),
         warn_of_other_copies(swarm.directory, served.model_id),
     ]
     if not runner.move_limiter.pinned:
         services += [
             fill_holes(
-                partial(fetch_snapshot, served, swarm),
+                partial(swarm.directory.fetch, *of_model),
                 peer_id,
                 runner.move_limiter,
                 every_s=config.rebalance_every_s,
@@ -345,7 +344,7 @@ def _services(
             )
         )
     if metric_sources is not None:
-        services.append(refresh_directory(*of_model))
+        services.append(refresh_directory(swarm.directory, *of_model))
     return services
 
 

@@ -17,6 +17,7 @@ from nesa_node.server.node.move_limiter import MoveOutcome
 from nesa_node.server.node.served_span import ServedSpan
 from nesa_node.server.node.span_runner import SpanRunner
 from nesa_node.server.session.message_loop import REFUSAL_CODES
+from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.node import Swarm, model_samples, swarm_samples
 
 log = get_logger(__name__)
@@ -46,11 +47,13 @@ def node_source(runner: SpanRunner) -> MetricSource:
     return partial(_node_samples, runner)
 
 
-async def refresh_directory(swarm: Swarm, model_id: ModelId, num_blocks: int | None = None) -> None:
+async def refresh_directory(
+    directory: Directory, model_id: ModelId, num_blocks: int | None = None
+) -> None:
     """Fetch the records of a model regularly until cancelled."""
     while True:
         try:
-            await swarm.directory.fetch(model_id, num_blocks)
+            await directory.fetch(model_id, num_blocks)
         except (SwarmError, OSError) as error:
             log.info("directory_not_refreshed", reason=str(error))
         except Exception:  # a bug: the daemon continues, and so does this loop

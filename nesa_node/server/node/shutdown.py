@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.logging import get_logger
-from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.transport import Transport
 
 log = get_logger(__name__)
 
@@ -41,9 +41,9 @@ def stop_signals() -> Iterator[asyncio.Event]:
 class Shutdown:
     """Waits for either reason to shut down."""
 
-    def __init__(self, requested: asyncio.Event, swarm: Swarm) -> None:
+    def __init__(self, requested: asyncio.Event, transport: Transport) -> None:
         self._requested = requested
-        self._p2pd_lost = swarm.transport.daemon_exited
+        self._p2pd_lost = transport.daemon_exited
 
     @property
     def is_requested(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -28,7 +29,6 @@ from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.server.node.announcer import Announcer
 from nesa_node.sharding.span_placement import choose_span, reconsider_span
 from nesa_node.swarm.node import Swarm
-from nesa_node.topology.snapshot import Snapshot
 
 log = get_logger(__name__)
 
@@ -170,24 +170,18 @@ async def claim_span(
         await announcer.announce("joining", config.block_indices)
         return config.block_indices
     peer = swarm.identity.peer_id
-    snapshot = await fetch_snapshot(served, swarm)
+    fetch = partial(swarm.directory.fetch, served.model_id, served.checkpoint.num_blocks)
+    snapshot = await fetch()
     span = choose_span(snapshot.without_peers(peer), blocks, rng=rng)
     await announcer.announce("joining", span)
     if not snapshot.nodes and not snapshot.joining and not config.initial_peers:
         return span
     for _ in range(JOIN_ROUNDS):
         await asyncio.sleep(rng.uniform(*JOIN_PAUSE_RANGE_S))
-        better = reconsider_span(await fetch_snapshot(served, swarm), peer, span, rng=rng)
+        better = reconsider_span(await fetch(), peer, span, rng=rng)
         if better == span:
             break
         log.info("span_reconsidered", was=str(span), now=str(better))
         span = better
         await announcer.announce("joining", span)
     return span
-
-
-async def fetch_snapshot(served: NodeModel, swarm: Swarm) -> Snapshot:
-    """A snapshot of the model's nodes, with the checkpoint's block count even if there is none."""
-    num_blocks = served.checkpoint.num_blocks
-    snapshot = await swarm.directory.fetch(served.model_id, num_blocks)
-    return replace(snapshot, num_blocks=num_blocks)

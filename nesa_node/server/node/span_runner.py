@@ -25,7 +25,7 @@ from nesa_node.server.node.invitation import print_invitation, ready_file, ready
 from nesa_node.server.node.move_limiter import MoveLimiter, MoveOutcome, MoveRequest, MoveState
 from nesa_node.server.node.served_span import ServedSpan, keep_speed_current, open_span
 from nesa_node.server.node.shutdown import Shutdown
-from nesa_node.server.node.span_choice import NodeModel, claim_span, fetch_snapshot, require_memory
+from nesa_node.server.node.span_choice import NodeModel, claim_span, require_memory
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
 from nesa_node.server.session.session_server import SessionServer
@@ -229,7 +229,8 @@ class SpanRunner:
         return "granted"
 
     async def _is_spared(self, span: Span) -> bool:
-        snapshot = await fetch_snapshot(self.served, self.swarm)
+        model_id, num_blocks = self.served.model_id, self.served.checkpoint.num_blocks
+        snapshot = await self.swarm.directory.fetch(model_id, num_blocks)
         return is_covered_without(snapshot, self.swarm.identity.peer_id, span)
 
     def _fall_back(self, request: MoveRequest, old_span: Span, error: Exception) -> Span:

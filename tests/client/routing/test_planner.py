@@ -15,7 +15,7 @@ from tests.client.scripted_nodes import request
 
 async def test_a_node_that_cannot_be_measured_is_believed_half_of_what_it_claims() -> None:
     swarm: Any = SimpleNamespace(
-        rtts=SimpleNamespace(ping_all=AsyncMock()), transport=SimpleNamespace()
+        rtts=SimpleNamespace(ping_all=AsyncMock()), transport=SimpleNamespace(), directory=None
     )
     planner = ChainPlanner(swarm, audit=AsyncMock(return_value=None))
     node = NodeState(PeerId("evasive"), Span(0, 4), decode_tokens_per_s=100.0)

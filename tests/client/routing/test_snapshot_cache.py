@@ -48,8 +48,8 @@ class Directory:
 
 def made() -> tuple[SnapshotCache, Directory]:
     directory = Directory()
-    swarm: Any = SimpleNamespace(directory=directory)
-    return SnapshotCache(swarm, lambda: directory.now), directory
+    given: Any = directory
+    return SnapshotCache(given, lambda: directory.now), directory
 
 
 def running() -> list[asyncio.Task[Any]]:
@@ -142,8 +142,8 @@ def serving(*models: str) -> SnapshotCache:
     async def fetch_all() -> list[Any]:
         return [SimpleNamespace(model_id=model) for model in models]
 
-    swarm: Any = SimpleNamespace(directory=SimpleNamespace(fetch_all=fetch_all))
-    return SnapshotCache(swarm)
+    directory: Any = SimpleNamespace(fetch_all=fetch_all)
+    return SnapshotCache(directory)
 
 
 async def test_the_same_weights_under_another_name_are_told() -> None:

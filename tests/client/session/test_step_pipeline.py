@@ -23,7 +23,7 @@ from nesa_node.client.session.hop import LinkState
 from nesa_node.client.session.session import RemoteSession
 from nesa_node.core.ids import PeerId
 from nesa_node.core.settings.choices import RouteName as Routing
-from tests.client.scripted_nodes import HIDDEN, RNG, ScriptedRoute, Spoil, request
+from tests.client.scripted_nodes import HIDDEN, NO_SWARM, RNG, ScriptedRoute, Spoil, request
 
 HOPS = 3
 ROUTINGS: tuple[Routing, ...] = ("chain", "star")
@@ -52,9 +52,9 @@ async def opened(
     monkeypatch.setattr(session_module, "SessionRoute", route)
     timeouts = {"recovery_timeout_s": 5.0, "queue_timeout_s": 5.0}
     session = RemoteSession(
-        None,  # type: ignore[arg-type]  # the scripted route needs no swarm
+        NO_SWARM,
         request(mode, rows=rows, hops=HOPS, step_timeout_s=step_timeout_s, **timeouts),
-        ChainPlanner(None),  # type: ignore[arg-type]
+        ChainPlanner(NO_SWARM),
         OpenLimiter(),
         rng=RNG,
     )

@@ -41,23 +41,26 @@ class _Node:
         async def look(*_: object) -> Snapshot:
             return next(snapshots)
 
-        monkeypatch.setattr(spans_module, "fetch_snapshot", look)
         monkeypatch.setattr(spans_module, "require_memory", self._require_memory)
         self.regained: list[int] = []
         self.announcer = _Announcer()
         identity = SimpleNamespace(peer_id=peer)
         network: Any = SimpleNamespace(
-            identity=identity, transport=SimpleNamespace(daemon_exited=asyncio.Event())
+            identity=identity,
+            directory=SimpleNamespace(fetch=look),
+            transport=SimpleNamespace(daemon_exited=asyncio.Event()),
         )
         self._part = SimpleNamespace(blocks=SimpleNamespace(span=span, weight_bytes=WEIGHTS))
         self._spans = SpanRunner(
             config=cast(Any, None),
-            served=cast(Any, SimpleNamespace(checkpoint=SimpleNamespace(num_blocks=BLOCKS))),
+            served=cast(
+                Any, SimpleNamespace(model_id="tiny", checkpoint=SimpleNamespace(num_blocks=BLOCKS))
+            ),
             swarm=network,
             scheduler=cast(Any, None),
             announcer=cast(Any, self.announcer),
             move_limiter=MoveLimiter(per_hour=4, pause_s=0),
-            shutdown=Shutdown(asyncio.Event(), network),
+            shutdown=Shutdown(asyncio.Event(), network.transport),
         )
 
     async def ask(self, span: Span) -> str:
