@@ -5,7 +5,6 @@ Lease of the right to orchestrate a model, held through the DHT (`routing/succes
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -244,9 +243,3 @@ class LeaseKeeper:
     async def _publish(self, ttl_s: float, role: Literal["leading", "ready"]) -> None:
         model, epoch = self._state.model, self.epoch
         await self._notices.publish(Lease, model, epoch=epoch, ttl_s=ttl_s, role=role)
-
-    async def run(self) -> None:
-        """Call `step` periodically until cancelled."""
-        while True:
-            await self.step()
-            await asyncio.sleep(self.terms.ttl_s / 4)

@@ -221,11 +221,6 @@ class HubCheckpoint(Checkpoint):
         self._repository = repository
         self._fetched_files: set[str] = set()
 
-    @property
-    def commit(self) -> str:
-        """The commit that the revision resolved to on opening; all files are read from it."""
-        return self._repository.commit
-
     def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
         files = sorted({self.tensors[name].file for name in names} - self._fetched_files)
         if not files:

@@ -61,7 +61,6 @@ class Stream:
         self.peer = peer
         self.bytes_sent = 0
         self.messages_sent = 0
-        self.bytes_received = 0
         self.arrival: Received | None = None
         """Arrival time of the last message's payload, if it was limited by the network."""
         self._was_paused = False
@@ -142,7 +141,6 @@ class Stream:
         message = decode_message(await self._read(header_bytes))
         meta = tensor_of(message)
         total = 0 if meta is None else tensors.check_meta(meta, max_bytes=max_tensor_bytes)
-        self.bytes_received += _PREFIX.size + header_bytes + total
         _check_fits(chunk_bytes, total)
         self.arrival = None
         if chunk_bytes == total:
