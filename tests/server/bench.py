@@ -266,6 +266,7 @@ class Node:
         self.admission = Admission(limits, pool)
         swarm = SimpleNamespace(
             identity=SimpleNamespace(peer_id=NODE),
+            directory=SimpleNamespace(fetch=AsyncMock(), try_fetch_one=AsyncMock()),
             link_speeds=LinkSpeeds(),
             failure_reporter=SimpleNamespace(record_failure=self._note),
             transport=SimpleNamespace(is_local=AsyncMock(return_value=False)),
