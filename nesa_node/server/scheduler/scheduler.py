@@ -95,6 +95,11 @@ class Iteration:
         """Run the iteration in the calling thread and return its duration."""
         return run_batch(self.plan[0][0].blocks, [batch for _, batch in self.batches])
 
+    def wake_receivers(self) -> None:
+        # Not in the scheduler's loop, whose variables would keep the last session's step.
+        for queue, _ in self.batches:
+            queue.wake_receiver()
+
 
 class Scheduler:
     """All computation of a node's device: `schedule` an iteration, run it, `commit` it.
@@ -205,16 +210,18 @@ class Scheduler:
                     iteration.seconds = await self.executor.run(iteration.run)
                 finally:
                     self.commit(iteration)
-                for queue, _ in iteration.batches:
-                    queue.wake_receiver()
+                iteration.wake_receivers()
                 # Let the awakened tasks start to send before the next iteration is planned.
                 await asyncio.sleep(0)
                 self._record(iteration)
             except Exception as error:
                 # A bug. Failing the sessions is better than a node that hangs.
-                for queue in self._queues:
-                    if queue.is_runnable:
-                        queue.fail(error)
+                self._fail_runnable(error)
+
+    def _fail_runnable(self, error: Exception) -> None:
+        for queue in self._queues:
+            if queue.is_runnable:
+                queue.fail(error)
 
     def schedule(self, now: float) -> Iteration | None:
         """The next iteration; None if no session can run."""

@@ -259,6 +259,7 @@ class SessionQueue(ScheduledSession):
         """Store what an iteration completed, if not dropped meanwhile. Does not wake waiters."""
         if self._batch is not batch:
             return
+        self._batch = None
         if batch.error is not None:
             self.fail(batch.error)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,7 +16,7 @@ from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.engine.cache.pages import pages_for
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, TokenSlice
-from nesa_node.server.scheduler.batch import open_executor
+from nesa_node.server.scheduler.batch import QueuedStep, open_executor
 from nesa_node.server.scheduler.scheduler import INLINE_BUDGET_S, Scheduler, open_scheduler
 from nesa_node.server.scheduler.session_queue import SessionQueue
 from nesa_node.swarm.protocol.messages import RowSlice, Step
@@ -130,3 +131,22 @@ async def test_a_prompt_never_runs_here(blocks: ModelBlocks, watched: Watched) -
         submit(scheduler, work, 30)
         await output(work)
         assert not watched.here[-1]
+
+
+async def test_a_step_that_is_done_is_not_kept_until_the_next(blocks: ModelBlocks) -> None:
+    """Its tensors, that is: of a session that ended, too."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with running() as scheduler, session(scheduler, blocks) as staying:
+            async with session(scheduler, blocks) as ending:
+                for work in (staying, ending):
+                    submit(scheduler, work)
+                for work in (staying, ending):
+                    await output(work)
+                await asyncio.sleep(0.05)
+                assert not [each for each in gc.get_objects() if type(each) is QueuedStep]
+            del ending, work
+            assert sum(type(each) is SessionQueue for each in gc.get_objects()) == 1
+    finally:
+        gc.enable()
