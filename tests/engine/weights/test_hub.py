@@ -17,7 +17,7 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import Span
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
-from nesa_node.engine.weights.hub import open_checkpoint
+from nesa_node.engine.weights.hub import HubCheckpoint, open_checkpoint
 from tests.engine.chained import forward, new_row, open_local
 from tests.engine.fake_hub import COMMIT, FakeHub, fake_hub
 from tests.engine.tiny_models import reference, save_tiny_model
@@ -117,7 +117,9 @@ def test_a_span_downloads_its_own_files_only(hub: FakeHub, tmp_path: Path) -> No
 
 
 def test_a_revision_is_pinned_to_its_commit(hub: FakeHub, tmp_path: Path) -> None:
-    assert getattr(opened(hub, tmp_path, revision="main"), "commit", None) == COMMIT
+    checkpoint = opened(hub, tmp_path, revision="main")
+    assert isinstance(checkpoint, HubCheckpoint)
+    assert checkpoint._repository.commit == COMMIT
     with pytest.raises(ModelNotFoundError, match="no such revision"):
         opened(hub, tmp_path, revision="v9")
 
