@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from nesa_node.client.recovery import suspicion as watch
 from nesa_node.client.routing.request import RouteRequest
-from nesa_node.client.session import telemetry as watch
 from nesa_node.client.session.connection import measure_speed
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.engine.cache.paged_attention import RowChunk
