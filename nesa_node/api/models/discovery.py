@@ -97,7 +97,9 @@ class DhtModelDirectory:
 
     def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
         self._directory.set_num_blocks(model_id, num_blocks)
-        self._fetches.pop(model_id, None)
+        # Not dropped: a fetch in progress must end with this object.
+        if model_id in self._fetches:
+            self._fetches[model_id].expire()
 
     def forget_num_blocks(self, model_id: ModelId) -> None:
         self._directory.clear_num_blocks(model_id)

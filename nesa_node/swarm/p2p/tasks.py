@@ -107,6 +107,10 @@ class SharedCall:
             task.result()
         return True
 
+    def expire(self) -> None:
+        """Let the next caller wait for a new call."""
+        self._succeeded_at = -math.inf
+
     async def _run(self) -> None:
         await asyncio.sleep(self.not_before - self._clock())
         began_at = self._clock()
