@@ -25,7 +25,7 @@ from nesa_node.routing.placement.plan import (
     measure_swarm,
     study_change,
 )
-from nesa_node.routing.placement.rebalance import rebalance, require_repeated_gain
+from nesa_node.routing.placement.rebalance import rebalance, require_repeated_trigger
 from nesa_node.routing.placement.score import Goal
 from nesa_node.routing.strategies import make_strategy
 from nesa_node.server.orchestrator.snapshot_store import is_snapshot_store, read_snapshots
@@ -85,7 +85,7 @@ def replay_snapshots(
                 steps_per_s=seen.steps_per_s,
                 fewest_holders=min(seen.coverage),
                 holes=snapshot.holes(),
-                moves=require_repeated_gain(earlier, found),
+                moves=require_repeated_trigger(earlier, found),
             )
         )
         earlier = found

@@ -28,8 +28,8 @@ def appraise(snapshot: Snapshot) -> SwarmScore:
     holes = sum(not each for each in speeds)
     thin = sum(max(2 - len(each), 0) for each in speeds)
     if holes:
-        return SwarmScore(holes, thin, float("inf"), 0.0)
-    return SwarmScore(0, thin, sum(1 / max(each) for each in speeds), min(map(sum, speeds)))
+        return SwarmScore(holes, thin, float("inf"), 0.0, 0)
+    return SwarmScore(0, thin, sum(1 / max(each) for each in speeds), min(map(sum, speeds)), 0)
 
 
 def swarm(spans: Mapping[PeerId, tuple[int, int]], taken_at: float = NOW - 5) -> Snapshot:

@@ -19,6 +19,7 @@ _TRIGGER_LABELS = {
     "hole": "unserved blocks",
     "replicas": "missing replicas",
     "gain": "a gain that lasts",
+    "spread": "blocks that one failure domain alone holds",
 }
 _PARAMETER_LABELS = {
     "min_gain": ("a gain of at least {:.0%}", 1.0),

@@ -177,6 +177,7 @@ def _comparison_table(outcome: SimulationOutcome) -> Table:
     row("hops of the chain", lambda each: str(len(each.chain)) if each.chain else "no chain")
     row("fewest holders of a block", lambda each: str(min(each.coverage)))
     row("unserved blocks", _format_holes)
+    row("exposed blocks", lambda each: str(each.exposed or "none"))
     row("replicas missing", lambda each: str(each.deficit.replicas or "none"))
     return table
 
@@ -201,6 +202,7 @@ def _print_moves(console: Console, moves: RebalancePlan) -> None:
         "hole": "unserved blocks",
         "replicas": "missing replicas",
         "gain": f"a gain of {moves.gain:.0%} that pays back in {_format_duration(moves.payback_s)}",
+        "spread": "blocks that one failure domain alone holds",
         "none": "",
     }[moves.trigger]
     console.print(f"moves     because of {why}")
@@ -286,6 +288,7 @@ def _stage_json(stage: SwarmPerformance) -> dict[str, Any]:
         "coverage": list(stage.coverage),
         "holes": [[hole.start, hole.end] for hole in zero_runs(stage.coverage)],
         "replicas_missing": stage.deficit.replicas,
+        "exposed": stage.exposed,
         "chain": [[hop.peer_id, hop.span.start, hop.span.end] for hop in stage.chain],
         "spans": {node.peer_id: str(node.span) for node in stage.snapshot.nodes},
     }

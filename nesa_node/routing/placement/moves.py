@@ -13,7 +13,11 @@ from nesa_node.routing.placement.placement_problem import Assignment, PlacementP
 from nesa_node.routing.placement.score import Goal, PlacementScore
 from nesa_node.topology.snapshot import NodeState
 
-MoveReason = Literal["hole", "replicas", "gain", "none"]
+MoveReason = Literal["hole", "replicas", "gain", "spread", "none"]
+"""Blocks without a holder; missing replicas; a lower cost; blocks exposed to a failure domain."""
+
+MAX_SPREAD_COST = 0.05
+"""Largest share by which spreading holders over failure domains may raise the goal's cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,16 @@ class RebalancePlan:
     @property
     def gain(self) -> float:
         return relative_gain(self.before, self.after, self.goal)
+
+    @property
+    def spreads(self) -> bool:
+        """Whether fewer blocks are exposed to a failure domain, at little cost."""
+        limit = self.before.cost(self.goal) * (1 + MAX_SPREAD_COST)
+        return self.after.exposed < self.before.exposed and self.after.cost(self.goal) <= limit
+
+    def describe_spread(self) -> str:
+        what = "blocks that one failure domain alone holds"
+        return f"{what}: {self.before.exposed} before, {self.after.exposed} after"
 
     @property
     def payback_s(self) -> float:

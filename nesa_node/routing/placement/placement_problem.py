@@ -1,20 +1,23 @@
 """The placement problem (nodes with capacities) and its solutions (spans of nodes).
 
-N nodes, B blocks. A node's span is `starts_N` to `ends_N`; equal values mean no blocks. More blocks
-on a node never make a placement worse (a chain may use a part of a span), so that planners fill
-every node and choose only the start of its span.
+N nodes, B blocks, D failure domains. A node's span is `starts_N` to `ends_N`; equal values mean no
+blocks. More blocks on a node never make a placement worse (a chain may use a part of a span), so
+that planners fill every node and choose only the start of its span.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from nesa_node.core.arrays import Floats, Ints
+from nesa_node.core.arrays import Bools, Floats, Ints
 from nesa_node.core.ids import Span
 from nesa_node.routing.chain_request import ChainProblem, ChainRequest, NodeValues, build_problem
+from nesa_node.topology.shape.failure_domains import failure_domains, members_DN
 from nesa_node.topology.snapshot import Snapshot
 
 
@@ -22,23 +25,28 @@ from nesa_node.topology.snapshot import Snapshot
 class PlacementProblem:
     """The choice of a span for every node.
 
-    `problem`: the nodes with their present spans. `most_N`: capacity of each node in blocks, at
-    most those of the model. `replicas`: holders wanted per block. `other_clients`: the same problem
-    for further clients, with their own entry and exit times.
+    `problem`: the nodes with their present spans. `max_blocks_N`: capacity of each node in blocks,
+    at most those of the model. `replicas`: holders wanted per block. `other_clients`: the same
+    problem for further clients, with their own entry and exit times. `domains_DN`: which nodes may
+    fail together.
     """
 
     problem: ChainProblem
     max_blocks_N: Ints
     replicas: int = 1
     other_clients: tuple[ChainProblem, ...] = ()
+    domains_DN: Bools = field(default_factory=lambda: np.zeros((0, 0), dtype=np.bool_))
 
     def __post_init__(self) -> None:
         if self.max_blocks_N.shape != (self.problem.num_nodes,):
             raise ValueError(
-                f"most_N must have shape {(self.problem.num_nodes,)}, got {self.max_blocks_N.shape}"
+                f"max_blocks_N must have shape {(self.problem.num_nodes,)}, got "
+                f"{self.max_blocks_N.shape}"
             )
         if self.replicas < 1:
             raise ValueError(f"replicas must be at least 1, got {self.replicas}")
+        if not len(self.domains_DN):
+            object.__setattr__(self, "domains_DN", np.zeros((0, self.problem.num_nodes), np.bool_))
         most_N = np.clip(self.max_blocks_N, 0, self.problem.num_blocks).astype(np.int64)
         object.__setattr__(self, "max_blocks_N", most_N)
 
@@ -87,6 +95,18 @@ class Assignment:
         holders_B = self.count_holders_B(instance.problem.num_blocks)
         missing_B = np.maximum(instance.replicas - holders_B, 0)
         return CoverageDeficit(int((holders_B == 0).sum()), int(missing_B.sum()))
+
+    def holds_NB(self, num_blocks: int) -> Bools:
+        """Whether each node holds each block."""
+        blocks_B = np.arange(num_blocks)
+        held: Bools = (self.starts_N[:, None] <= blocks_B) & (blocks_B < self.ends_N[:, None])
+        return held
+
+    def count_exposed(self, instance: PlacementProblem) -> int:
+        """Pairs of a block and a failure domain that contains all holders of the block."""
+        holds_NB = self.holds_NB(instance.problem.num_blocks).astype(np.float32)
+        inside_DB = instance.domains_DN.astype(np.float32) @ holds_NB
+        return int(count_exposed_B(inside_DB, holds_NB.sum(axis=0)).sum())
 
     def span(self, node: int) -> Span:
         return Span(int(self.starts_N[node]), int(self.ends_N[node]))
@@ -145,6 +165,7 @@ def make_placement_problem(
             )
             for request in others
         ),
+        members_DN(failure_domains(snapshot), problem.peers),
     )
 
 
@@ -166,6 +187,11 @@ def _with_client_links(
     asked = replace(request, exclude=first.exclude)
     ends = build_problem(replace(snapshot, links=None), asked)
     return replace(problem, entry_s_N=ends.entry_s_N, exit_s_N=ends.exit_s_N)
+
+
+def count_exposed_B(inside_DB: NDArray[Any], holders_B: NDArray[Any]) -> Ints:
+    """The number of failure domains, with `inside_DB` holders in each, that have all holders."""
+    return np.asarray(((inside_DB == holders_B) & (holders_B > 0)).sum(axis=0))
 
 
 def window_sums(values_B: Floats, width: int) -> Floats:

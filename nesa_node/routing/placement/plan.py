@@ -45,6 +45,7 @@ from nesa_node.routing.placement.score import (
     latency_bound_s,
     score_assignment,
 )
+from nesa_node.routing.placement.spread import spread_holders
 from nesa_node.routing.search.exact import exact_latency
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
@@ -63,8 +64,9 @@ class PlacementPlan:
 
     `chain`: the best chain for the first request, empty if some block has no holder. `latency_s`:
     time of a step, the mean over all requests (inf without chains). `steps_per_s`: throughput of
-    all nodes together. `bound`: no placement has a smaller `latency_s`, or a greater `steps_per_s`
-    if that was the goal. `method`: "exhaustive", or the name of a recipe.
+    all nodes together. `exposed`: as in `PlacementScore`. `bound`: no placement has a smaller
+    `latency_s`, or a greater `steps_per_s` if that was the goal. `method`: "exhaustive", or the
+    name of a recipe.
     """
 
     model_id: ModelId
@@ -76,6 +78,7 @@ class PlacementPlan:
     latency_s: float
     steps_per_s: float
     deficit: CoverageDeficit
+    exposed: int
     bound: float
     method: str
 
@@ -104,7 +107,8 @@ def plan_placement(
 
     Each request is one client; their mean latency counts. Every block gets `replicas` holders if
     possible: holes are worse than missing replicas, and these are worse than any cost. Few nodes
-    are searched exhaustively; else the best of `recipes` is improved by single moves.
+    are searched exhaustively; else the best of `recipes` is improved by single moves. Then holders
+    are spread over failure domains (`spread_holders`).
     """
     instance = make_placement_problem(snapshot, requests, replicas=replicas)
     assignment, score, method = find_assignment(instance, goal, recipes)
@@ -115,9 +119,17 @@ def find_assignment(
     instance: PlacementProblem, goal: Goal, recipes: Sequence[Recipe] = RECIPES
 ) -> tuple[Assignment, PlacementScore, str]:
     """The assignment that `plan_placement` describes, its score, and the method that found it."""
+    assignment, method = _search_assignment(instance, goal, recipes)
+    assignment = spread_holders(instance, assignment, goal)
+    return assignment, score_assignment(instance, assignment), method
+
+
+def _search_assignment(
+    instance: PlacementProblem, goal: Goal, recipes: Sequence[Recipe]
+) -> tuple[Assignment, str]:
+    """The assignment of least cost, and the method that found it."""
     if instance.problem.num_blocks <= MAX_BLOCKS and count_assignments(instance) <= MAX_ASSIGNMENTS:
-        assignment = find_best_assignment(instance, goal)
-        return assignment, score_assignment(instance, assignment), "exhaustive"
+        return find_best_assignment(instance, goal), "exhaustive"
     if instance.problem.num_nodes > LARGE_SWARM_NODES:
         recipes = [each for each in recipes if each.name in _LARGE_SWARM_RECIPES[goal]] or recipes[
             :1
@@ -131,7 +143,7 @@ def find_assignment(
             best = (assignment, score, recipe.name)
     if best is None:
         raise ValueError("no recipe to place nodes by")
-    return best
+    return best[0], best[2]
 
 
 def improve_assignment(
@@ -180,6 +192,7 @@ def describe_plan(
         latency_s=score.latency_s,
         steps_per_s=score.steps_per_s,
         deficit=score.deficit,
+        exposed=score.exposed,
         bound=bound,
         method=method,
     )
@@ -213,6 +226,7 @@ class SwarmPerformance:
     steps_per_s: float
     chain: tuple[Hop, ...]
     deficit: CoverageDeficit
+    exposed: int
 
     @property
     def coverage(self) -> tuple[int, ...]:
@@ -270,6 +284,7 @@ def measure_swarm(snapshot: Snapshot, question: WhatIfSettings) -> SwarmPerforma
         steps_per_s=score.steps_per_s,
         chain=visits_to_hops(instance.problem, chains[0] or ()),
         deficit=score.deficit,
+        exposed=score.exposed,
     )
 
 

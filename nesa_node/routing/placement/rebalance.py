@@ -1,8 +1,8 @@
 """Rebalancing, R: S x P -> S' (paper, eq. 3): a better placement by few moves.
 
 Losses are repaired at once: blocks without a holder, then missing replicas. Other moves need a
-minimum gain (`RebalancePolicy`). The paper's R has no such threshold and moves at every network
-change.
+minimum gain (`RebalancePolicy`), or spread the holders of blocks that one failure domain could take
+(`spread.py`). The paper's R has no such threshold and moves at every network change.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from nesa_node.routing.placement.placement_problem import (
 )
 from nesa_node.routing.placement.recipes import Pipelines
 from nesa_node.routing.placement.score import Goal, PlacementScore, best_chain, score_assignment
+from nesa_node.routing.placement.spread import spreading_moves
 from nesa_node.topology.snapshot import Snapshot
 
 MAX_PIPELINE_SEARCH_NODES = 200
@@ -69,7 +70,8 @@ def rebalance(
     """The moves that improve the placement recorded in `snapshot`; `pinned` nodes never move.
 
     Joining nodes count as holders but not as ready: no move relies on them before they have moved.
-    After a loss the plan contains only repairs; gains are considered in the next snapshot. `start`:
+    After a loss the plan contains only repairs; gains are considered in the next snapshot, and
+    spreading where nothing is gained. No gain exposes more blocks to a failure domain. `start`:
     an assignment (of a schema) whose best chains are tried first; in large swarms it replaces the
     search for pipelines.
     """
@@ -78,21 +80,26 @@ def rebalance(
     fixed = frozenset(row for row, peer in enumerate(instance.problem.peers) if peer in pinned)
     search = _RebalanceSearch(snapshot, instance, goal, policy, costs, fixed, start)
     deficit = instance.current_assignment().deficit(instance)
-    if not deficit.replicas:
-        return search.plan_gains()
-    mended = search.plan_repairs()
-    if mended.moves or deficit.holes:
-        return mended
+    nothing = None
+    if deficit.replicas:
+        mended = search.plan_repairs()
+        if mended.moves or deficit.holes:
+            return mended
+        # Without moves, report the missing replicas rather than the gain that was too small.
+        nothing = mended
     gained = search.plan_gains()
-    # Without moves, report the missing replicas rather than the gain that was too small.
-    return gained if gained.moves else mended
+    if gained.moves:
+        return gained
+    return search.plan_spread() or nothing or gained
 
 
-def require_repeated_gain(earlier: RebalancePlan | None, now: RebalancePlan) -> RebalancePlan:
-    """`now`, unless it moves for a gain that the plan of the snapshot before did not find."""
-    if now.trigger != "gain" or (earlier is not None and earlier.trigger == "gain"):
+def require_repeated_trigger(earlier: RebalancePlan | None, now: RebalancePlan) -> RebalancePlan:
+    """`now`, unless it moves for a gain, or to spread holders, and the plan of the snapshot before
+    did not."""
+    if now.trigger not in ("gain", "spread") or (earlier and earlier.trigger == now.trigger):
         return now
-    return no_moves(now.before, now.goal, f"{now.gain:.0%} could be gained, seen only once so far")
+    found = f"{now.gain:.0%} could be gained" if now.trigger == "gain" else now.describe_spread()
+    return no_moves(now.before, now.goal, f"{found}, seen only once so far")
 
 
 def no_moves(score: PlacementScore, goal: Goal, refused: str = "") -> RebalancePlan:
@@ -157,6 +164,8 @@ class _RebalanceSearch:
             found = self._make_plan(now, assignment, moving, "gain", before, "")
             if len(found.moves) < len(moving) or found.after.deficit > before.deficit:
                 continue
+            if found.after.exposed > before.exposed:
+                continue
             if found.gain > 0 and (best is None or self._net_gain(found) > self._net_gain(best)):
                 best = found
         if best is None:
@@ -169,13 +178,32 @@ class _RebalanceSearch:
             return best
         return no_moves(before, self.goal, f"{best.gain:.1%} could be gained: {why}")
 
+    def plan_spread(self) -> RebalancePlan | None:
+        """The moves that leave fewer blocks exposed to a failure domain; None without any."""
+        now = self.instance.current_assignment()
+        before = score_assignment(self.instance, now)
+        best: RebalancePlan | None = None
+        assignment, moving = now, list[int]()
+        while len(moving) < self.policy.max_moves:
+            fixed = self.pinned_nodes | {*moving}
+            for node, spread in spreading_moves(self.instance, assignment, self.goal, fixed):
+                found = self._make_plan(now, spread, [*moving, node], "spread", before, "")
+                if len(found.moves) > len(moving) and found.spreads:
+                    best, assignment = found, spread
+                    moving.append(node)
+                    break
+            else:
+                break
+        return best
+
     def _net_gain(self, moves: RebalancePlan) -> float:
         return moves.gain - moves.cost_s / self.policy.horizon_s
 
     def _repairing_moves(
         self, assignment: Assignment, deficit: CoverageDeficit, moved: Sequence[int]
     ) -> Iterator[tuple[int, Assignment]]:
-        """Single moves that reduce the deficit, most effective first, then smallest load."""
+        """Single moves that reduce the deficit, most effective first, then those that expose fewest
+        blocks, then smallest load."""
         found = []
         for node in range(self.instance.problem.num_nodes):
             if node in moved or node in self.pinned_nodes:
@@ -185,8 +213,9 @@ class _RebalanceSearch:
             if left < deficit:
                 old, new = assignment.span(node), candidate.span(node)
                 load = len(new) - max(0, min(old.end, new.end) - max(old.start, new.start))
-                found.append(((left, load, node), candidate))
-        for (_, _, node), candidate in sorted(found, key=lambda each: each[0]):
+                exposed = candidate.count_exposed(self.instance)
+                found.append(((left, exposed, load, node), candidate))
+        for (*_, node), candidate in sorted(found, key=lambda each: each[0]):
             yield node, candidate
 
     def _gaining_assignments(

@@ -136,12 +136,14 @@ COST_TOLERANCE = 0.01
 class PlacementScore:
     """Coverage deficit, latency and throughput of an assignment.
 
-    `latency_s`: step time of the best chain, the mean over clients; inf without a chain.
+    `latency_s`: step time of the best chain, the mean over clients; inf without a chain. `exposed`:
+    pairs of a block and a failure domain that contains all of its holders.
     """
 
     deficit: CoverageDeficit
     latency_s: float
     steps_per_s: float
+    exposed: int = 0
 
     def cost(self, goal: Goal) -> float:
         """Seconds per step: the latency, or the inverse of the throughput."""
@@ -167,7 +169,10 @@ def score_assignment(instance: PlacementProblem, assignment: Assignment) -> Plac
         for client in range(len(instance.client_problems))
     ]
     return PlacementScore(
-        assignment.deficit(instance), float(np.mean(latencies_s)), flow.steps_per_s
+        assignment.deficit(instance),
+        float(np.mean(latencies_s)),
+        flow.steps_per_s,
+        assignment.count_exposed(instance),
     )
 
 

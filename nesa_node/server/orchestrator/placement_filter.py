@@ -195,7 +195,9 @@ class PlacementFilter:
         if after.holes < without.holes:
             return PlacementVerdict(move.span, "recomputed")
         if after.holes == before.holes and (
-            self._adds_replica(before, after, without) or self._gains_enough(before, after, without)
+            self._adds_replica(before, after, without)
+            or self._gains_enough(before, after, without)
+            or self._spreads(before, after, without)
         ):
             return PlacementVerdict(move.span, "recomputed")
         return PlacementVerdict(None, "no_gain")
@@ -234,6 +236,14 @@ class PlacementFilter:
         """Whether this node's move gives blocks a second holder at no great cost."""
         mends = after.missing_replicas < min(before.missing_replicas, without.missing_replicas)
         return mends and min(savings(before, after)) > -self._min_gain
+
+    def _spreads(self, before: SwarmScore, after: SwarmScore, without: SwarmScore) -> bool:
+        """Whether this node's move leaves fewer blocks exposed, at no great cost."""
+        less = after.exposed < min(before.exposed, without.exposed)
+        return less and (
+            after.missing_replicas <= before.missing_replicas
+            and min(savings(before, after)) > -self._min_gain
+        )
 
     def _score(self, snapshot: Snapshot, moves: tuple[AnnouncedMove, ...] = ()) -> SwarmScore:
         """The score after `moves`; each is computed once per round."""

@@ -52,6 +52,8 @@ class SwarmScore:
     """Seconds per step."""
     steps_per_s: float
     """Steps per second of the whole swarm."""
+    exposed: int
+    """Pairs of a block and a failure domain that contains all of its holders."""
 
 
 ScoreSwarm = Callable[[Snapshot], SwarmScore]
@@ -130,6 +132,9 @@ def _connections(snapshot: Snapshot) -> ConnectivitySnapshot:
 
 
 REPLICAS = 2
+SPREAD_LOOKS = 3
+"""Snapshots in a row in which moves must spread holders before they are made: round trips, and with
+them failure domains, vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +166,8 @@ class PlacementPlanner(Protocol):
 
 
 class Rebalancer:
-    """Repairs losses at once, and moves for a gain only where a plan stays better for a while.
+    """Repairs losses at once, and moves for a gain, or to spread holders over failure domains, only
+    where a plan stays better for a while.
 
     The best of many plans on one noisy measurement always looks good. A plan is therefore kept, and
     its gain measured on the snapshots that follow.
@@ -184,6 +190,7 @@ class Rebalancer:
         self._costs = costs or MoveCosts()
         self._change_monitor = ChangeMonitor(sensitivity or Sensitivity(replicas_wanted=replicas))
         self._pending_plan: RebalancePlan | None = None
+        self._pending_looks = 0
         self._library = library
 
     def decide(self, snapshot: Snapshot) -> PlacementDecision:
@@ -209,8 +216,11 @@ class Rebalancer:
         self, snapshot: Snapshot, room: PlacementProblem, start: Assignment | None
     ) -> PlacementDecision:
         kept = self._remeasured_plan(room)
-        report = self._change_monitor.observe(snapshot, None if kept is None else _plan_costs(kept))
-        if kept is not None and report.plan_gained:
+        costs = None if kept is None or kept.trigger != "gain" else _plan_costs(kept)
+        report = self._change_monitor.observe(snapshot, costs)
+        self._pending_looks += 1
+        lasts = report.plan_gained if costs is not None else self._pending_looks >= SPREAD_LOOKS
+        if kept is not None and lasts:
             self._pending_plan = None
             return self._describe(kept, report)
         found = rebalance(
@@ -223,16 +233,22 @@ class Rebalancer:
             pinned=frozenset(node.peer_id for node in snapshot.nodes if not node.movable),
             start=start,
         )
-        if found.trigger != "gain":
+        if found.trigger not in ("gain", "spread"):
             self._pending_plan = None
             return self._describe(found, report)
-        if kept is None or kept.gain < self._policy.min_gain:
-            self._pending_plan = found
-        seen = f"{_finite_gain(found.gain):.0%} would be gained, if that lasts"
+        if found.trigger == "gain":
+            seen = f"{_finite_gain(found.gain):.0%} would be gained, if that lasts"
+            replaces = kept is None or kept.gain < self._policy.min_gain
+        else:
+            seen = f"{found.describe_spread()}, if that lasts"
+            replaces = kept is None
+        if replaces:
+            self._pending_plan, self._pending_looks = found, 0
         return self._describe(no_moves(found.before, self._goal, seen), report)
 
     def _remeasured_plan(self, room: PlacementProblem) -> RebalancePlan | None:
-        """The kept plan with its current value; None if its nodes' spans or holders changed."""
+        """The kept plan with its current value; None if its nodes' spans or holders changed, or if
+        it was to spread holders and does so no more."""
         if self._pending_plan is None:
             return None
         rows = {peer: row for row, peer in enumerate(room.problem.peers)}
@@ -245,7 +261,8 @@ class Rebalancer:
         before, after = score_assignment(room, now), score_assignment(room, layout)
         if before.deficit > self._pending_plan.before.deficit or after.deficit > before.deficit:
             return None
-        return replace(self._pending_plan, before=before, after=after)
+        plan = replace(self._pending_plan, before=before, after=after)
+        return None if plan.trigger == "spread" and not plan.spreads else plan
 
     def _describe(self, moves: RebalancePlan, report: ChangeReport) -> PlacementDecision:
         before, after = moves.before, moves.after
@@ -287,10 +304,10 @@ def score_swarm(snapshot: Snapshot) -> SwarmScore:
     holes = sum(count == 0 for count in coverage)
     thin = sum(max(REPLICAS - count, 0) for count in coverage)
     if not serving.nodes or serving.num_blocks < 1:
-        return SwarmScore(holes, thin, math.inf, 0.0)
+        return SwarmScore(holes, thin, math.inf, 0.0, 0)
     room = make_placement_problem(serving, ChainRequest(span=Span(0, serving.num_blocks)))
     score = score_assignment(room, room.current_assignment())
-    return SwarmScore(holes, thin, score.latency_s, score.steps_per_s)
+    return SwarmScore(holes, thin, score.latency_s, score.steps_per_s, score.exposed)
 
 
 def _plan_costs(moves: RebalancePlan) -> PlanCostPair:
@@ -304,6 +321,7 @@ def _describe_reason(moves: RebalancePlan, report: ChangeReport) -> str:
         "hole": "blocks without a holder",
         "replicas": "replicas are missing",
         "gain": f"{_finite_gain(moves.gain):.0%} of the {moves.goal}'s cost is gained",
+        "spread": moves.describe_spread(),
     }[moves.trigger]
     if moves.refused and moves.trigger != "none":
         words = f"{words}; {moves.refused}"

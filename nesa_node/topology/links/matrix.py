@@ -47,7 +47,7 @@ class ShortestPairs:
     median_rtt_ms: float | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Links:
     """Links among `peers`, in their order; arrays are [N, N] float64.
 

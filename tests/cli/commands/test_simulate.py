@@ -56,6 +56,35 @@ def test_a_newcomer_takes_a_span_and_adds_throughput(
     assert sum(told["changed"]["coverage"]) > sum(told["now"]["coverage"])
 
 
+def test_holders_are_spread_over_regions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = [
+        {
+            "name": f"{region}-{number}",
+            "device": "rtx3090",
+            "region": region,
+            "span": span,
+            "max_blocks": 4,
+        }
+        for number, (region, span) in enumerate(
+            [("frankfurt", "0:4")] * 2 + [("frankfurt", "4:8")] + [("tokyo", "4:8")] * 2
+        )
+    ]
+    path = tmp_path / "swarm.json"
+    path.write_text(json.dumps({"num_blocks": 8, "quantization": "nf4", "nodes": nodes}))
+    told = _told(capsys, "--nodes", path)
+    assert told["moves"]["trigger"] == "spread"
+    (move,) = told["moves"]["moves"]
+    assert move["node"].startswith("tokyo")
+    stages = [told[stage]["exposed"] for stage in ("now", "after_moves", "placed_anew")]
+    assert stages == [4, 0, 0]
+    assert run_command(["simulate", "--nodes", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "because of blocks that one failure domain alone holds" in text
+    assert "exposed blocks" in text
+
+
 def test_a_loss_that_leaves_a_hole_is_mended(
     swarm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,11 @@ from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan, move_cost, schedule_waves
 from nesa_node.routing.placement.placement_problem import Assignment
 from nesa_node.routing.placement.plan import plan_placement
-from nesa_node.routing.placement.rebalance import RebalancePolicy, rebalance, require_repeated_gain
+from nesa_node.routing.placement.rebalance import (
+    RebalancePolicy,
+    rebalance,
+    require_repeated_trigger,
+)
 from nesa_node.routing.placement.score import Goal
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.simulation.world import World, make_world
@@ -269,11 +273,11 @@ def test_a_gain_seen_once_waits_for_a_second_snapshot() -> None:
         if rebalance(snapshot, _request(world), replicas=1, policy=EASY).trigger == "gain"
     )
     seen = rebalance(snapshot, _request(world), replicas=1, policy=EASY)
-    assert require_repeated_gain(None, seen).moves == ()
-    assert "seen only once" in require_repeated_gain(None, seen).refused
-    assert require_repeated_gain(seen, seen) == seen
+    assert require_repeated_trigger(None, seen).moves == ()
+    assert "seen only once" in require_repeated_trigger(None, seen).refused
+    assert require_repeated_trigger(seen, seen) == seen
     hole = rebalance(_snapshot(*[_node(name, (0, 4)) for name in "ab"]), WHOLE, replicas=1)
-    assert require_repeated_gain(None, hole) == hole
+    assert require_repeated_trigger(None, hole) == hole
 
 
 def test_jitter_moves_nothing() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nesa_node.core.decision_log import DecisionLog
@@ -26,12 +27,14 @@ from nesa_node.server.orchestrator.planner import (
     PlacementDecision,
     Rebalancer,
     _finite,
+    apply_moves,
     score_swarm,
 )
 from nesa_node.swarm.dht.sealing import MAX_MAGNITUDE, AnnouncedMove, PlacementNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notice_store import LeaseKeeper
 from nesa_node.topology.changes.triggers import Sensitivity
+from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.local_swarm import eventually, local_swarm
 from tests.swarm.notice_fields import PEERS
@@ -360,6 +363,36 @@ def test_rebalancer_gives_up_a_plan_that_would_cost_a_replica_by_now() -> None:
     for peer in staying[1:]:
         last = last.without_peers(peer)
     assert rebalancer.decide(last).trigger != "gain"
+
+
+def _one_city_holds_all_of_a_half(apart_ms: float = 60.0) -> Snapshot:
+    """The other half is held in both cities, so that one of its nodes can move."""
+    snapshot = _nodes((0, 10), (10, 20), (0, 10), (10, 20), (10, 20), max_blocks=10)
+    peers = tuple(node.peer_id for node in snapshot.nodes)
+    city_N = np.array([0, 0, 0, 1, 1])
+    rtt_ms_NN = np.where(city_N[:, None] == city_N, 1.0, apart_ms)
+    np.fill_diagonal(rtt_ms_NN, 0.0)
+    zero_NN = np.zeros_like(rtt_ms_NN)
+    return replace(snapshot, links=Links(peers, rtt_ms_NN, zero_NN + 1e9, zero_NN, zero_NN))
+
+
+def test_rebalancer_spreads_holders_over_cities_if_it_sees_them_often_enough() -> None:
+    exposed = _one_city_holds_all_of_a_half()
+    assert score_swarm(exposed).exposed == 10
+    rebalancer = Rebalancer()
+    decisions = [rebalancer.decide(replace(exposed, taken_at=float(i))) for i in range(4)]
+    assert [bool(decision.moves) for decision in decisions] == [False, False, False, True]
+    assert "10 before, 0 after, if that lasts" in decisions[0].reason
+    assert (decisions[3].trigger, decisions[3].repairs) == ("spread", 0)
+    assert score_swarm(apply_moves(exposed, decisions[3].moves)).exposed == 0
+
+
+def test_rebalancer_does_not_spread_over_cities_that_come_and_go() -> None:
+    rebalancer = Rebalancer()
+    seen, unseen = _one_city_holds_all_of_a_half(), _one_city_holds_all_of_a_half(apart_ms=1.0)
+    for index in range(12):
+        snapshot = seen if index % 4 < 3 else unseen
+        assert rebalancer.decide(replace(snapshot, taken_at=float(index))).moves == ()
 
 
 def test_worth_of_a_swarm_with_holes_is_nothing() -> None:

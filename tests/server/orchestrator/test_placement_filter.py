@@ -321,8 +321,29 @@ def test_memory_of_signers_is_bounded() -> None:
 def test_a_stranger_is_obeyed_for_a_gain_of_ten_percent(gain: float, obeyed: bool) -> None:
     def appraise(snapshot: Snapshot) -> SwarmScore:
         moved = any(n.peer_id == ME and n.span == Span(4, 8) for n in snapshot.nodes)
-        return SwarmScore(0, 0, 1.0 - gain if moved else 1.0, 1.0)
+        return SwarmScore(0, 0, 1.0 - gain if moved else 1.0, 1.0, 0)
 
     judge = PlacementFilter(ME, appraise, num_blocks=BLOCKS, max_blocks=4, allowed=frozenset())
     found = judge.first_accepted([placement(*TO_SECOND, gain=gain)], swarm(UNEVEN))
     assert (found is not None) == obeyed
+
+
+@pytest.mark.parametrize(
+    ("after", "obeyed"),
+    [
+        (SwarmScore(0, 0, 1.05, 1.0, 0), True),
+        (SwarmScore(0, 0, 1.0, 1.0, 4), False),
+        (SwarmScore(0, 0, 1.2, 1.0, 0), False),
+        (SwarmScore(0, 1, 1.0, 1.0, 0), False),
+    ],
+    ids=["spreads", "spreads nothing", "costs too much", "takes a replica"],
+)
+def test_a_stranger_is_obeyed_for_spreading_holders(after: SwarmScore, obeyed: bool) -> None:
+    def appraise(snapshot: Snapshot) -> SwarmScore:
+        moved = any(n.peer_id == ME and n.span == Span(4, 8) for n in snapshot.nodes)
+        return after if moved else SwarmScore(0, 0, 1.0, 1.0, 4)
+
+    judge = PlacementFilter(ME, appraise, num_blocks=BLOCKS, max_blocks=4, allowed=frozenset())
+    found = judge.first_accepted([placement(*TO_SECOND, gain=0.0)], swarm(UNEVEN))
+    assert (found is not None) == obeyed
+    assert not judge.distrusted

@@ -1,0 +1,184 @@
+"""Failure domains: groups of nodes that may fail together, such as those of a region.
+
+Regions need no labels: they show in the merge tree (single linkage, H0) of round trips. Nodes of
+one region join each other far below the height at which the region joins the next one. A round trip
+also contains both ends' access delays, at home 10 ms or more, which hide regions that are nearer
+than that. So these are subtracted first.
+
+Legend: N nodes, K nearest nodes of one, D domains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from nesa_node.core.arrays import Bools, Floats, Ints
+from nesa_node.core.ids import PeerId
+from nesa_node.topology.links.matrix import Links
+from nesa_node.topology.shape.merge_tree import (
+    MergeTree,
+    make_filtration,
+    merge_tree,
+    row_blocks,
+)
+from nesa_node.topology.snapshot import NodeState, Snapshot
+
+DomainKind = Literal["branch", "subnet", "machine"]
+
+MIN_SEPARATION_MS = 4.0
+"""Round trip, less access delays, from which on two groups of nodes are apart: about 200 km."""
+MIN_PERSISTENCE = 1.5
+"""Least ratio of the height at which a branch joins the next to that at which it is complete."""
+_NEAREST = 8
+_LOW_QUANTILE = 0.1
+_MIN_WEIGHT_MS = 0.1
+_IP = re.compile(r"^/ip[46]/([^/]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class FailureDomain:
+    """Two or more nodes that may fail together: of a branch, a subnet or one machine."""
+
+    kind: DomainKind
+    peers: frozenset[PeerId]
+
+
+def failure_domains(snapshot: Snapshot) -> tuple[FailureDomain, ...]:
+    """Failure domains of the serving and joining nodes, each set of nodes once.
+
+    A domain of all nodes is left out: no placement can survive its loss.
+    """
+    nodes = (*snapshot.nodes, *snapshot.joining)
+    everyone = frozenset(node.peer_id for node in nodes)
+    found: dict[frozenset[PeerId], DomainKind] = {}
+    if snapshot.links is not None:
+        for branch in _known_branches(snapshot.links):
+            found.setdefault(branch & everyone, "branch")
+    for kind, peers in _address_groups(nodes):
+        found.setdefault(peers, kind)
+    return tuple(
+        FailureDomain(kind, peers)
+        for peers, kind in found.items()
+        if 1 < len(peers) < len(everyone)
+    )
+
+
+def members_DN(domains: Sequence[FailureDomain], peers: Sequence[PeerId]) -> Bools:
+    """Which of `peers` each domain has, [D, N]."""
+    rows = {peer: row for row, peer in enumerate(peers)}
+    found_DN = np.zeros((len(domains), len(peers)), dtype=np.bool_)
+    for domain, members_N in zip(domains, found_DN, strict=True):
+        members_N[[rows[peer] for peer in domain.peers if peer in rows]] = True
+    return found_DN
+
+
+_BRANCHES: WeakKeyDictionary[Links, tuple[frozenset[PeerId], ...]] = WeakKeyDictionary()
+"""Branches of links that are in use: planners score many placements of one snapshot."""
+
+
+def _known_branches(links: Links) -> tuple[frozenset[PeerId], ...]:
+    found = _BRANCHES.get(links)
+    if found is None:
+        found = _BRANCHES[links] = _link_branches(links)
+    return found
+
+
+def _link_branches(links: Links) -> tuple[frozenset[PeerId], ...]:
+    """Branches of the merge tree of `links`."""
+    tree = merge_tree(make_filtration(backbone_ms(links.rtt_ms_NN)))
+    return tuple(
+        frozenset(links.peers[node] for node in branch)
+        for branch in persistent_branches(tree, min_height=MIN_SEPARATION_MS)
+    )
+
+
+def backbone_ms(rtt_ms_NN: Floats) -> Floats:
+    """Round trips without both ends' access delays, [N, N]; inf where unknown, at least 0.1 ms."""
+    access_N = access_delays_ms(rtt_ms_NN)
+    weight_NN = np.where(np.isnan(rtt_ms_NN), np.inf, rtt_ms_NN)
+    for start, rows in row_blocks(weight_NN):
+        # Both ends are added first: that is symmetric to the last bit.
+        rows -= access_N[start : start + len(rows), None] + access_N
+        np.maximum(rows, _MIN_WEIGHT_MS, out=rows)
+    np.fill_diagonal(weight_NN, 0.0)
+    return weight_NN
+
+
+def access_delays_ms(rtt_ms_NN: Floats) -> Floats:
+    """The part of a node's round trips that all of them share, in ms, [N]; 0 if unknown.
+
+    For nodes j and k around i, (rtt_ij + rtt_ik - rtt_jk) / 2 (the Gromov product) is what both
+    ways from i have in common. A low quantile over the nearest nodes: detours only add.
+    """
+    count = len(rtt_ms_NN)
+    access_N = np.zeros(count)
+    for node in range(count):
+        row_N = np.where(np.isnan(rtt_ms_NN[node]), np.inf, rtt_ms_NN[node])
+        row_N[node] = np.inf
+        near_K = np.argpartition(row_N, min(_NEAREST, count) - 1)[:_NEAREST]
+        near_K = near_K[np.isfinite(row_N[near_K])]
+        first, second = np.triu_indices(len(near_K), 1)
+        between = rtt_ms_NN[near_K[first], near_K[second]]
+        known = np.isfinite(between)
+        if known.any():
+            shared = row_N[near_K[first]] + row_N[near_K[second]] - between
+            access_N[node] = max(float(np.quantile(shared[known], _LOW_QUANTILE)) / 2, 0.0)
+    return access_N
+
+
+def persistent_branches(
+    tree: MergeTree, *, min_height: float, min_persistence: float = MIN_PERSISTENCE
+) -> Iterator[Ints]:
+    """The nodes of each branch of at least two that persists, children before parents.
+
+    A branch persists if it joins the next one at `min_height` or above, and at `min_persistence`
+    times the height at which its own nodes had joined (which counts as half of `min_height` or
+    more: below that, heights are noise). What joins nothing persists.
+    """
+    count = len(tree)
+    first = np.empty(count, dtype=np.int64)
+    first[tree.order_N] = np.arange(count)
+    starts, sizes = first.tolist(), [1] * count
+    heights = [0.0] * count + tree.height_M.tolist()
+    joined_at = [np.inf] * (count + len(tree.child_M2))
+    for (one, other), height in zip(tree.child_M2.tolist(), tree.height_M.tolist(), strict=True):
+        starts.append(min(starts[one], starts[other]))
+        sizes.append(sizes[one] + sizes[other])
+        joined_at[one] = joined_at[other] = height
+    for start, size, height, until in zip(starts, sizes, heights, joined_at, strict=True):
+        since = max(height, min_height / 2)
+        if size > 1 and until >= max(min_height, min_persistence * since):
+            yield tree.order_N[start : start + size]
+
+
+def _address_groups(nodes: tuple[NodeState, ...]) -> Iterator[tuple[DomainKind, frozenset[PeerId]]]:
+    """Nodes of one address, and of one subnet (/24, in IPv6 /48).
+
+    Of nodes with public addresses only these count: private ones are the same in many homes.
+    """
+    groups: dict[tuple[DomainKind, str], set[PeerId]] = defaultdict(set)
+    for node in nodes:
+        found = {ip for address in node.addresses if (ip := _parse_ip(address)) is not None}
+        for ip in {each for each in found if each.is_global} or found:
+            subnet = ip_network((ip, 24 if ip.version == 4 else 48), strict=False)
+            groups["machine", str(ip)].add(node.peer_id)
+            groups["subnet", str(subnet)].add(node.peer_id)
+    for (kind, _), peers in groups.items():
+        yield kind, frozenset(peers)
+
+
+def _parse_ip(address: str) -> IPv4Address | IPv6Address | None:
+    """The address of a multiaddr; None for names, and for what a stranger's record makes up."""
+    match = _IP.match(address)
+    try:
+        return ip_address(match[1]) if match else None
+    except ValueError:
+        return None
