@@ -24,10 +24,8 @@ import numpy as np
 from benchmarks.estimate import read_matrix
 from benchmarks.options import Options
 from benchmarks.results import print_table
-from benchmarks.routing_worlds import Source, sources
+from benchmarks.routing_worlds import Source, client_request, sources
 from nesa_node.core.arrays import Bools, Floats
-from nesa_node.core.ids import Span
-from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.placement.placement_problem import (
     Assignment,
     PlacementProblem,
@@ -102,7 +100,8 @@ def make_case(options: Options, number: int, memory: float) -> Case:
     count = sizes[number // len(of) % len(sizes)]
     world = source.world(count, options.seed + 10_000 + number)
     states = world.snapshot.nodes
-    room = make_placement_problem(world.snapshot, list(_requests(world)), replicas=2)
+    requests = [client_request(world, client) for client in range(world.num_clients)]
+    room = make_placement_problem(world.snapshot, requests, replicas=2)
     blocks = room.problem.num_blocks
     share = memory * blocks / max(int(room.max_blocks_N.sum()), 1)
     given_N = np.clip(np.ceil(room.max_blocks_N * share), 1, blocks - 1).astype(np.int64)
@@ -122,16 +121,6 @@ def make_case(options: Options, number: int, memory: float) -> Case:
     for row_N, branch in zip(domains["geography"], branches, strict=True):
         row_N[branch] = True
     return Case(source.name, room, labels_LN, domains)
-
-
-def _requests(world: World) -> Iterator[ChainRequest]:
-    for client in range(world.num_clients):
-        yield ChainRequest(
-            span=Span(0, world.snapshot.num_blocks),
-            entry_rtt_ms=world.client_rtt_ms_CN[client],
-            entry_bytes_per_s=world.client_up_bytes_per_s_CN[client],
-            exit_bytes_per_s=world.client_down_bytes_per_s_CN[client],
-        )
 
 
 def _last_slices(source: Source, world: World) -> Links:

@@ -72,14 +72,18 @@ def sources(options: Options) -> list[Source]:
 
 
 def session_problem(world: World, client: int, tokens: int) -> ChainProblem:
-    request = ChainRequest(
-        span=Span(0, BLOCKS),
+    return build_problem(world.snapshot, client_request(world, client, tokens))
+
+
+def client_request(world: World, client: int, tokens: int = 1) -> ChainRequest:
+    """The whole model, from one of the world's clients and back."""
+    return ChainRequest(
+        span=Span(0, world.snapshot.num_blocks),
         tokens=tokens,
         entry_rtt_ms=world.client_rtt_ms_CN[client],
         entry_bytes_per_s=world.client_up_bytes_per_s_CN[client],
         exit_bytes_per_s=world.client_down_bytes_per_s_CN[client],
     )
-    return build_problem(world.snapshot, request)
 
 
 def world_from_round_trips(

@@ -19,9 +19,8 @@ import numpy as np
 
 from benchmarks.options import Options
 from benchmarks.results import print_table
+from benchmarks.routing_worlds import client_request
 from nesa_node.core.arrays import Floats, Ints
-from nesa_node.core.ids import Span
-from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.placement.placement_problem import PlacementProblem, make_placement_problem
 from nesa_node.routing.placement.plan import find_assignment
 from nesa_node.routing.placement.schemas import (
@@ -95,15 +94,7 @@ def make_swarm(seed: int, nodes: Sequence[int]) -> PlacementProblem:
         replace(node, max_blocks=int(most))
         for node, most in zip(world.snapshot.nodes, most_N, strict=True)
     )
-    requests = [
-        ChainRequest(
-            span=Span(0, BLOCKS),
-            entry_rtt_ms=world.client_rtt_ms_CN[client],
-            entry_bytes_per_s=world.client_up_bytes_per_s_CN[client],
-            exit_bytes_per_s=world.client_down_bytes_per_s_CN[client],
-        )
-        for client in range(CLIENTS)
-    ]
+    requests = [client_request(world, client) for client in range(CLIENTS)]
     return make_placement_problem(replace(world.snapshot, nodes=states), requests, replicas=2)
 
 
