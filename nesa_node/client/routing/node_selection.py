@@ -24,8 +24,10 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.choices import Precision
 from nesa_node.core.wait_tracking import record_failure, track_wait
+from nesa_node.routing.chains import Hop
 from nesa_node.swarm.dht.sealing import FailureKind
 from nesa_node.swarm.node import Swarm
+from nesa_node.topology.shape.failure_domains import peers_failing_with
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 log = get_logger(__name__)
@@ -125,14 +127,16 @@ class NodeSelector:
         session: bytes = b"",
         may_ping: bool = False,
         exclude_suspects: bool = False,
+        standby_of: Hop | None = None,
     ) -> tuple[Hops, Mapping[PeerId, tuple[str, ...]]]:
         """Plan hops that include `keep`, or new hops if that fails; also return all nodes'
         addresses.
 
         `may_ping` allows pings before planning, for which a repair has no time. `exclude_suspects`
-        excludes suspected peers even as a last resort. The decision is recorded under `session`, if
-        given. Raises `MissingBlocksError`, `ModelMismatchError`, `ContextLengthError` or
-        `RefusedError`, by the reason why the blocks cannot be had.
+        excludes suspected peers even as a last resort. The hop in the place of `standby_of` is
+        outside the failure domains of its node where one node there holds its blocks. The decision
+        is recorded under `session`, if given. Raises `MissingBlocksError`, `ModelMismatchError`,
+        `ContextLengthError` or `RefusedError`, by the reason why the blocks cannot be had.
         """
         found = await self._plan_quickly(keep) if not may_ping and not drop else None
         if found is None:
@@ -143,6 +147,8 @@ class NodeSelector:
                     self._request.model_id
                 )
             fill = self._fill_around if exclude_suspects else self._fill_with_fallbacks
+            if standby_of is not None:
+                fill = partial(self._fill_standby, standby_of)
             plan = await _run_planning(view.snapshot, partial(fill, view, keep, drop))
         else:
             view, plan = found
@@ -240,6 +246,18 @@ class NodeSelector:
             exclude=self._unusable_peers(view.snapshot, drop) | self.suspected_peers,
             min_free_tokens=self._request.total_tokens,
         )
+
+    def _fill_standby(
+        self, hop: Hop, view: PlanningView, keep: Hops, drop: frozenset[PeerId]
+    ) -> ChainPlan:
+        """Complete `keep` by one node that does not fail together with that of `hop`, or by any."""
+        together = peers_failing_with(view.snapshot, hop.peer_id)
+        others = {n.peer_id for n in view.snapshot.nodes if not n.span.covers(hop.span)}
+        kept = {each.peer_id for each in keep}
+        try:
+            return self._fill_around(view, keep, drop | together | (others - kept))
+        except MissingBlocksError:
+            return self._fill_with_fallbacks(view, keep, drop)
 
     async def _fetch_view(self, *, may_ping: bool) -> PlanningView:
         request, snapshots = self._request, self._planner.snapshots

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 
 from nesa_node.client.recovery.failure_detector import (
     FailureDetector,
@@ -170,8 +171,8 @@ class SessionRoute:
         return self.successors.prepare(link, self._open_successor)
 
     def refresh_successors(self) -> None:
-        """Update the successors of all links in the background."""
-        self.successors.refresh(self.links, self._open_successor)
+        """Update the standbys of all links in the background."""
+        self.successors.refresh(self.links, partial(self._open_successor, is_standby=True))
 
     async def leave_all_nodes(self) -> None:
         """Close all links and take a new session id; lost nodes are avoided in the next rebuild."""
@@ -236,13 +237,18 @@ class SessionRoute:
             raise
         return held
 
-    async def _open_successor(self, link: HopLink) -> HopLink | None:
-        """See `OpenSuccessor`. Raises as `rebuild` does."""
+    async def _open_successor(self, link: HopLink, *, is_standby: bool = False) -> HopLink | None:
+        """See `OpenSuccessor`. A standby does not fail together with its node, where it can be.
+
+        Raises as `rebuild` does.
+        """
         with untracked():
             at = self.links.index(link)
             others = tuple(other.hop for other in self.links if other is not link)
             hops, addresses = await self.selector.plan_hops(
-                others, frozenset({link.hop.peer_id, *self.successors.peers})
+                others,
+                frozenset({link.hop.peer_id, *self.successors.peers}),
+                standby_of=link.hop if is_standby else None,
             )
             if len(hops) != len(self.links) or hops[at].span != link.hop.span:
                 return None

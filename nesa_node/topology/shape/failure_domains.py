@@ -71,6 +71,15 @@ def failure_domains(snapshot: Snapshot) -> tuple[FailureDomain, ...]:
     )
 
 
+def peers_failing_with(snapshot: Snapshot, peer: PeerId) -> frozenset[PeerId]:
+    """The other nodes of the peer's machine, of its subnet, and of its innermost branch."""
+    around = [domain for domain in failure_domains(snapshot) if peer in domain.peers]
+    branches = [domain.peers for domain in around if domain.kind == "branch"]
+    near = [domain.peers for domain in around if domain.kind != "branch"]
+    innermost = sorted(branches, key=len)[:1]
+    return frozenset[PeerId]().union(*near, *innermost) - {peer}
+
+
 def members_DN(domains: Sequence[FailureDomain], peers: Sequence[PeerId]) -> Bools:
     """Which of `peers` each domain has, [D, N]."""
     rows = {peer: row for row, peer in enumerate(peers)}
