@@ -7,16 +7,16 @@ on each, and the moves that it would make.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
 
-from nesa_node.core.errors import ConfigError
+from nesa_node.core.errors import ConfigError, MissingBlocksError
 from nesa_node.core.ids import PeerId, Span
-from nesa_node.routing.chain_request import ChainRequest
-from nesa_node.routing.chains import ChainChooser
+from nesa_node.routing.chain_request import ChainRequest, build_problem
+from nesa_node.routing.chains import ChainChooser, Hop, visits_to_hops
 from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan
 from nesa_node.routing.placement.plan import (
     WhatIfResult,
@@ -27,6 +27,7 @@ from nesa_node.routing.placement.plan import (
 )
 from nesa_node.routing.placement.rebalance import rebalance, require_repeated_trigger
 from nesa_node.routing.placement.score import Goal
+from nesa_node.routing.search.pareto import Objectives, pareto_front
 from nesa_node.routing.strategies import make_strategy
 from nesa_node.server.orchestrator.snapshot_store import is_snapshot_store, read_snapshots
 from nesa_node.topology.geography import CITIES
@@ -154,8 +155,30 @@ class SimulationOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class SwarmChange:
+    """A swarm before and after nodes joined or were lost, and what is asked of it."""
+
+    before: Snapshot
+    after: Snapshot
+    question: WhatIfSettings
+    joined: tuple[PeerId, ...]
+    lost: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParetoChain:
+    """A chain that no other one beats in all objectives at once."""
+
+    hops: tuple[Hop, ...]
+    objectives: Objectives
+
+
+@dataclass(frozen=True, slots=True)
 class SimulatedSwarm:
-    """A swarm to simulate. `client_rtt_ms_CN`: round-trip times of C clients to N nodes, ms."""
+    """A swarm to simulate. `client_rtt_ms_CN`: round-trip times of C clients to N nodes, ms.
+
+    `prices`: per token and block; 1 for nodes without one.
+    """
 
     name: str
     snapshot: Snapshot
@@ -163,6 +186,7 @@ class SimulatedSwarm:
     client_rtt_ms_CN: np.ndarray
     block: Block
     quantization: str
+    prices: Mapping[PeerId, float] = field(default_factory=dict)
 
     def make_question(self, *, goal: Goal, replicas: int, strategy: ChainChooser) -> WhatIfSettings:
         costs = MoveCosts(
@@ -200,6 +224,39 @@ class SimulatedSwarm:
     def apply_changes(
         self, add: Sequence[str], remove: Sequence[str], question: WhatIfSettings
     ) -> SimulationOutcome:
+        change = self._change(add, remove, question)
+        spans = {node.peer_id: node.span for node in change.after.nodes}
+        answer = study_change(change.before, change.after, change.question)
+        return SimulationOutcome(
+            self.name,
+            self.client,
+            change.question,
+            {peer: spans[peer] for peer in change.joined},
+            change.lost,
+            answer,
+        )
+
+    def find_pareto_chains(
+        self, add: Sequence[str], remove: Sequence[str], question: WhatIfSettings, seed: int
+    ) -> tuple[ParetoChain, ...]:
+        """Of the first client, after the changes, the fastest first; none if a block has no holder.
+
+        Raises `ConfigError` without pymoo.
+        """
+        change = self._change(add, remove, question)
+        problem = build_problem(change.after, change.question.requests[0])
+        price_N = np.array([self.prices.get(peer, 1.0) for peer in problem.peers])
+        try:
+            front = pareto_front(problem, price_N, seed=seed)
+        except MissingBlocksError:
+            return ()
+        return tuple(
+            ParetoChain(visits_to_hops(problem, point.chain), point.objectives) for point in front
+        )
+
+    def _change(
+        self, add: Sequence[str], remove: Sequence[str], question: WhatIfSettings
+    ) -> SwarmChange:
         before = assign_empty_nodes(self.snapshot, question)
         lost = self._match_removed(remove)
         joined, rng = before, np.random.default_rng(0)
@@ -217,16 +274,7 @@ class SimulatedSwarm:
         if not changed.nodes:
             raise ConfigError("--remove leaves no node at all; keep one, or --add another")
         changed = assign_empty_nodes(changed, question)
-        spans = {node.peer_id: node.span for node in changed.nodes}
-        answer = study_change(before, changed, question)
-        return SimulationOutcome(
-            self.name,
-            self.client,
-            question,
-            {peer: spans[peer] for peer in names},
-            lost,
-            answer,
-        )
+        return SwarmChange(before, changed, question, tuple(names), lost)
 
     def _match_removed(self, patterns: Sequence[str]) -> tuple[PeerId, ...]:
         peers = [node.peer_id for node in self.snapshot.nodes]
@@ -268,7 +316,13 @@ def read_swarm_file(path: Path) -> SimulatedSwarm:
         rtt_ms_N = rtt_ms_NN[nearest]
         client = f"beside {peers[nearest]}, in the middle (the file names none)"
     return SimulatedSwarm(
-        path.name, swarm.snapshot, client, rtt_ms_N[None], swarm.block, swarm.quantization
+        path.name,
+        swarm.snapshot,
+        client,
+        rtt_ms_N[None],
+        swarm.block,
+        swarm.quantization,
+        swarm.prices,
     )
 
 

@@ -36,9 +36,7 @@ ENTRY_POINTS = {
 }
 """Modules that run without being imported by another module of the package."""
 
-NOT_WIRED_YET = {
-    "nesa_node.routing.search.pareto": "figure 5 of the paper on routing; a later issue wires it",
-}
+NOT_WIRED_YET = {}
 """Modules that only tests and benchmarks import."""
 
 COMING_FOLDERS = {"training/", "privacy/", "verification/"}

@@ -68,6 +68,15 @@ def simulate(
     strategy: Annotated[
         StrategyName, Parameter(group=GOALS_GROUP, help="How sessions choose their chain.")
     ] = "exact-latency",
+    pareto: Annotated[
+        bool,
+        Parameter(
+            group=GOALS_GROUP,
+            negative=(),
+            help="Show instead the chains that no other beats at once in time, tokens/s, "
+            "reliability and price.",
+        ),
+    ] = False,
     plot: Annotated[
         Path | None, Parameter(group=OUTPUT, help="Draw it, too: a file that ends in .svg or .png.")
     ] = None,
@@ -85,6 +94,8 @@ def simulate(
         raise ConfigError(f"--seed {seed}: a whole number from 0")
     if replay is not None and (add or remove):
         raise ConfigError("--replay shows what was recorded: leave out --add and --remove")
+    if replay is not None and pareto:
+        raise ConfigError("--pareto is for one swarm: give --nodes or --world instead of --replay")
     from nesa_node.cli.simulation_input import load_strategy, make_world_swarm, read_swarm_file
     from nesa_node.cli.views import simulation as plots
     from nesa_node.cli.views import simulation as views
@@ -104,6 +115,12 @@ def simulate(
     with track_wait("the planners to place the nodes"):
         scene = read_swarm_file(nodes) if nodes is not None else make_world_swarm(world or "", seed)
         asked = scene.make_question(goal=goal, replicas=replicas, strategy=use)
+        if pareto:
+            chains = scene.find_pareto_chains(add, remove, asked, seed)
+            views.print_pareto(scene, chains, as_json=as_json)
+            if plot is not None:
+                plots.plot_pareto(chains, plot)
+            return 0
         outcome = scene.apply_changes(add, remove, asked)
     views.print_outcome(outcome, as_json=as_json)
     if plot is not None:

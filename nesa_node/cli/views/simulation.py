@@ -23,7 +23,12 @@ from nesa_node.routing.placement.plan import SwarmPerformance
 from nesa_node.topology.snapshot import zero_runs
 
 if TYPE_CHECKING:
-    from nesa_node.cli.simulation_input import ReplayedSnapshot, SimulationOutcome
+    from nesa_node.cli.simulation_input import (
+        ParetoChain,
+        ReplayedSnapshot,
+        SimulatedSwarm,
+        SimulationOutcome,
+    )
     from nesa_node.routing.placement.plan import SwarmPerformance
 
 
@@ -84,6 +89,22 @@ def plot_replay(rows: Sequence[ReplayedSnapshot], path: Path) -> None:
         if row.moves.moves:
             for axis in axes:
                 axis.axvline(minute, color="tab:orange", linewidth=0.8)
+    _save_figure(figure, path)
+
+
+def plot_pareto(chains: Sequence[ParetoChain], path: Path) -> None:
+    """Plot each chain's tokens/s over its latency, and its price; darker ones are more reliable."""
+    figure, axes = _make_figure()
+    latency_ms = [chain.objectives.latency_s * 1000 for chain in chains]
+    reliability = [chain.objectives.reliability for chain in chains]
+    for axis, name, values in (
+        (axes[0], "tokens/s in a full pipeline", [c.objectives.tokens_per_s for c in chains]),
+        (axes[1], "price of a token", [c.objectives.price for c in chains]),
+    ):
+        points = axis.scatter(latency_ms, values, c=reliability, cmap="Blues", edgecolors="black")
+        axis.set_ylabel(name)
+        figure.colorbar(points, ax=axis, label="reliability")
+    axes[1].set_xlabel("latency of a token, ms")
     _save_figure(figure, path)
 
 
@@ -322,6 +343,43 @@ def moves_json(moves: RebalancePlan) -> dict[str, Any]:
 def _finite_or_none(value: float) -> float | None:
     """`value`, or None if it is infinite or NaN, which JSON lacks."""
     return value if math.isfinite(value) else None
+
+
+def print_pareto(swarm: SimulatedSwarm, chains: Sequence[ParetoChain], *, as_json: bool) -> None:
+    if as_json:
+        json.dump([_pareto_json(chain) for chain in chains], sys.stdout, indent=2)
+        print()
+        return
+    console = _make_console()
+    console.print(Text(f"{swarm.name}: {len(chains)} chains on the Pareto front", style="bold"))
+    if not chains:
+        console.print(_format_chain(()))
+        return
+    table = make_plain_table()
+    for name in ("latency", "tokens/s", "reliability", "price"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("chain")
+    for chain in chains:
+        of = chain.objectives
+        table.add_row(
+            _format_ms(of.latency_s),
+            f"{of.tokens_per_s:.1f}",
+            f"{of.reliability:.1%}",
+            f"{of.price:.4g}",
+            _format_chain(chain.hops),
+        )
+    console.print(table)
+
+
+def _pareto_json(chain: ParetoChain) -> dict[str, Any]:
+    of = chain.objectives
+    return {
+        "latency_s": of.latency_s,
+        "tokens_per_s": _finite_or_none(of.tokens_per_s),
+        "reliability": of.reliability,
+        "price": of.price,
+        "chain": [[hop.peer_id, hop.span.start, hop.span.end] for hop in chain.hops],
+    }
 
 
 def print_replay(rows: Sequence[ReplayedSnapshot], *, as_json: bool) -> None:

@@ -152,6 +152,7 @@ class _FileNode(_FileLocation):
     span: str | None = None
     load: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
     reliability: _Share = 1.0
+    price: Annotated[float, Meta(ge=0.0, le=1e9)] = 1.0
 
 
 class _FileBlock(_FilePart):
@@ -175,7 +176,8 @@ class SwarmFile:
     """Content of a swarm file. `client_rtt_ms` is None if the file has no client.
 
     Nodes without a span get the empty one, and a planner chooses. `sites` are those of
-    `snapshot.nodes`, in their order. Speeds and memory are computed for `block`.
+    `snapshot.nodes`, in their order. Speeds and memory are computed for `block`. `prices` are per
+    token and block, in whatever unit the file has.
     """
 
     snapshot: Snapshot
@@ -183,6 +185,7 @@ class SwarmFile:
     block: Block
     quantization: str
     client_rtt_ms: Mapping[PeerId, float] | None
+    prices: Mapping[PeerId, float]
 
 
 def parse_swarm_file(
@@ -204,6 +207,7 @@ def parse_swarm_file(
         block = Block(swarm.block.parameters, swarm.block.cache_bytes, swarm.block.hidden_bytes)
     nodes: list[NodeState] = []
     places: list[NodeSite] = []
+    prices: dict[PeerId, float] = {}
     for number, node in enumerate(swarm.nodes):
         at = f"{where}: nodes[{number}]" + (f" ({node.name})" if node.name else "")
         place = _parse_site(node, at)
@@ -211,6 +215,7 @@ def parse_swarm_file(
             state = _node_state(node, PeerId(name), place, swarm, block, at)
             nodes.append(state)
             places.append(place)
+            prices[state.peer_id] = node.price
     _check_names([node.peer_id for node in nodes], where)
     known = _stated_rtts_ms(swarm.round_trips_ms, {node.peer_id for node in nodes}, where)
     links = links_from_sites([node.peer_id for node in nodes], places, known, rng)
@@ -222,7 +227,7 @@ def parse_swarm_file(
             node.peer_id: float(rtt) for node, rtt in zip(nodes, rtt_ms_N, strict=True)
         }
     snapshot = Snapshot(ModelId(f"{swarm.model}@0"), swarm.num_blocks, tuple(nodes), 0.0, (), links)
-    return SwarmFile(snapshot, tuple(places), block, swarm.quantization, client_rtt_ms)
+    return SwarmFile(snapshot, tuple(places), block, swarm.quantization, client_rtt_ms, prices)
 
 
 def _node_names(node: _FileNode, number: int) -> list[str]:

@@ -178,6 +178,51 @@ def test_pictures_are_drawn(
     assert over_time.read_bytes().startswith(b"\x89PNG")
 
 
+def test_pareto_front_has_a_fast_a_reliable_and_a_cheap_chain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pymoo")
+    kinds = {
+        "fast": {"tokens_per_s": 4000, "reliability": 0.9, "price": 3.0},
+        "sure": {"tokens_per_s": 1000, "reliability": 0.999, "price": 2.0},
+        "cheap": {"tokens_per_s": 1000, "reliability": 0.9, "price": 0.5},
+        "useless": {"tokens_per_s": 500, "reliability": 0.8, "price": 4.0},
+    }
+    nodes = [
+        {"name": name, "region": "paris", "max_blocks": 80, "span": "0:80"} | kind
+        for name, kind in kinds.items()
+    ]
+    path = tmp_path / "swarm.json"
+    path.write_text(json.dumps({"nodes": nodes, "client": {"region": "paris"}}))
+    told = _told(capsys, "--nodes", path, "--pareto")
+    whole = [row for row in told if len(row["chain"]) == 1]
+    assert {row["chain"][0][0]: row["price"] for row in whole} == {
+        "fast": pytest.approx(240.0),
+        "sure": pytest.approx(160.0),
+        "cheap": pytest.approx(40.0),
+    }
+    assert told[0]["latency_s"] == min(row["latency_s"] for row in told)
+    assert all(peer != "useless" for row in told for peer, *_ in row["chain"])
+    assert run_command(["simulate", "--nodes", str(path), "--pareto", "--remove", "fast"]) == 0
+    text = capsys.readouterr().out
+    assert "sure 0:80" in text
+    assert "fast" not in text
+    everything = ["simulate", "--nodes", str(path), "--pareto"]
+    assert run_command([*everything, "--plot", str(tmp_path / "front.svg")]) == 0
+    assert (tmp_path / "front.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_without_a_chain_the_pareto_front_is_empty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "swarm.json"
+    node = {"name": "small", "region": "paris", "tokens_per_s": 10, "max_blocks": 3}
+    path.write_text(json.dumps({"nodes": [node]}))
+    assert _told(capsys, "--nodes", path, "--pareto") == []
+    assert run_command(["simulate", "--nodes", str(path), "--pareto"]) == 0
+    assert "none: some blocks are unserved" in capsys.readouterr().out
+
+
 def test_without_matplotlib_the_extra_is_named(
     swarm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +248,7 @@ def test_without_matplotlib_the_extra_is_named(
         (["--world", "nodes=5", "--remove", "*"], "leaves no node at all"),
         (["--world", "nodes=5", "--replicas", "0"], "--replicas 0"),
         (["--world", "nodes=5", "--seed=-1"], "--seed -1"),
+        (["--replay", "x.jsonl", "--pareto"], "--pareto is for one swarm"),
         (
             ["--world", "nodes=5", "--strategy", "luck"],
             'Choose from: "exact-latency", ',
