@@ -161,6 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompts", type=numbers, metavar="N,N", help="tokens of prompts (auto)")
     add("--congestion-control", help="of TCP between the machines [default: cubic] (wan)")
     add("--sysctls", type=sysctls, metavar="NAME=VALUE,...", help="of the machines (wan)")
+    add("--ga", choices=("corrected", "printed"), help="operators of the paper, or ours (tuning)")
     add("--matrix", help="an .npz of round trips in seconds, zeros missing")
     add("--snapshots", type=int, help="of a trace (changes, stability)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")

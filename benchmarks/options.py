@@ -38,6 +38,7 @@ class Options:
     prompts: tuple[int, ...] = ()
     congestion_control: str = "cubic"
     sysctls: tuple[str, ...] = ()
+    ga: Literal["corrected", "printed"] = "corrected"
     matrix: str | None = None
     snapshots: int = 0
     seed: int = 0

@@ -1,7 +1,8 @@
 """Parameters of the greedy rule by the genetic algorithm, judged on worlds that it has not seen.
 
 `nesa_node/routing/search/greedy.py` is what this prints. `--nodes`, and per size `--runs` worlds to
-learn from and twice as many to be judged on, of 1,000 nodes and more a third.
+learn from and twice as many to be judged on, of 1,000 nodes and more a third. `--ga printed` takes
+the paper's own operators (`printed_ga.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.options import Options
+from benchmarks.printed_ga import run_printed
 from benchmarks.results import print_table
 from benchmarks.routing_worlds import Source
 from nesa_node.routing.chain_request import step_time
@@ -36,6 +38,8 @@ def run(options: Options) -> list[dict[str, Any]]:
     rng = np.random.default_rng(options.seed)
     learn = scenarios(options, _LEARN_FROM, options.runs, rng)
     held_out = scenarios(options, _HELD_OUT, 2 * options.runs, rng)
+    if options.ga == "printed":
+        return run_printed(options, learn, held_out, rng)
     began = time.perf_counter()
     report = tune(learn, held_out, rng, before=START, generations=min(options.runs, 20))
     seconds = time.perf_counter() - began
