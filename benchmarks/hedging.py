@@ -73,7 +73,7 @@ def run(options: Options) -> list[dict[str, Any]]:
         {"world": source, "memory": memory, "method": method}
         | {
             key: float(np.mean([each[key] for each in of]))
-            for key in ("latency_ratio", "moves", "seconds")
+            for key in ("latency_ratio", "throughput_ratio", "moves", "seconds")
         }
         | {
             "share_without_hole": sum(each["survived"] for each in of) / _losses(of),
@@ -135,7 +135,7 @@ def place(case: Case) -> Iterator[tuple[str, dict[str, float]]]:
     began = time.perf_counter()
     plain, _, _ = find_assignment(case.room, "latency")
     searched_s = time.perf_counter() - began
-    plain_s = score_assignment(case.room, plain).latency_s
+    before = score_assignment(case.room, plain)
     for method in METHODS:
         if method != "none" and method not in case.domains:
             continue
@@ -145,14 +145,15 @@ def place(case: Case) -> Iterator[tuple[str, dict[str, float]]]:
             room = replace(case.room, domains_DN=case.domains[method])
             assignment = spread_holders(room, plain, "latency")
             seconds = time.perf_counter() - began
-        latency_s = score_assignment(case.room, assignment).latency_s
+        after = score_assignment(case.room, assignment)
         yield (
             method,
             {
                 "survived": float(survives_L(case, assignment).sum()),
                 "possible": float((_memory_left_L(case) >= case.room.problem.num_blocks).sum()),
                 "losses": float(len(case.losses_LN)),
-                "latency_ratio": latency_s / plain_s,
+                "latency_ratio": after.latency_s / before.latency_s,
+                "throughput_ratio": after.steps_per_s / before.steps_per_s,
                 "moves": float((assignment.starts_N != plain.starts_N).sum()),
                 "seconds": seconds,
             },
@@ -189,12 +190,13 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
                 f"{row['share_without_hole']:.3f}",
                 f"{row['share_without_hole'] / best:.3f}" if best else "",
                 f"{row['latency_ratio']:.4f}",
+                f"{row['throughput_ratio']:.4f}",
                 f"{row['moves']:.1f}",
                 f"{row['seconds']:.3f}",
             )
         )
     print_table(
         "Losses of a region that leave no hole, by what holders are spread over",
-        "worlds|memory|domains|losses|possible|no hole|of labels'|latency|moves|seconds",
+        "worlds|memory|domains|losses|possible|no hole|of labels'|latency|tokens/s|moves|seconds",
         cells,
     )

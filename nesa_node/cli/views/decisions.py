@@ -19,7 +19,7 @@ _TRIGGER_LABELS = {
     "hole": "unserved blocks",
     "replicas": "missing replicas",
     "gain": "a gain that lasts",
-    "spread": "blocks that one failure domain alone holds",
+    "spread": "blocks that are exposed to a failure domain",
 }
 _PARAMETER_LABELS = {
     "min_gain": ("a gain of at least {:.0%}", 1.0),

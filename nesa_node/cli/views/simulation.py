@@ -198,7 +198,7 @@ def _comparison_table(outcome: SimulationOutcome) -> Table:
     row("hops of the chain", lambda each: str(len(each.chain)) if each.chain else "no chain")
     row("fewest holders of a block", lambda each: str(min(each.coverage)))
     row("unserved blocks", _format_holes)
-    row("exposed blocks", lambda each: str(each.exposed or "none"))
+    row("exposures", lambda each: str(each.exposed or "none"))
     row("replicas missing", lambda each: str(each.deficit.replicas or "none"))
     return table
 
@@ -223,7 +223,7 @@ def _print_moves(console: Console, moves: RebalancePlan) -> None:
         "hole": "unserved blocks",
         "replicas": "missing replicas",
         "gain": f"a gain of {moves.gain:.0%} that pays back in {_format_duration(moves.payback_s)}",
-        "spread": "blocks that one failure domain alone holds",
+        "spread": "blocks that are exposed to a failure domain",
         "none": "",
     }[moves.trigger]
     console.print(f"moves     because of {why}")

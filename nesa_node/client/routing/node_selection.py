@@ -45,6 +45,9 @@ MAX_INLINE_PLAN_NODES = 64
 MIN_MOVE_SPEEDUP = 1.1
 """Smallest ratio of step times for which a session moves to a better chain."""
 
+MAX_STANDBY_SLOWDOWN = 1.5
+"""Largest ratio of step times for which a standby is outside its node's failure domains."""
+
 TEMPORARY_REFUSALS = frozenset({"draining", "wrong_blocks"})
 """Refusal codes of a node that is leaving or has moved since the lookup: it may be usable later."""
 
@@ -154,7 +157,8 @@ class NodeSelector:
             view, plan = found
         addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}
         costing = partial(self._planner.expected_step_s, view, plan.hops)
-        self.expected_s = await _run_planning(view.snapshot, costing)
+        if standby_of is None:
+            self.expected_s = await _run_planning(view.snapshot, costing)
         if session:
             reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
             self._planner.record_decision(session, reason, view, plan)
@@ -250,14 +254,23 @@ class NodeSelector:
     def _fill_standby(
         self, hop: Hop, view: PlanningView, keep: Hops, drop: frozenset[PeerId]
     ) -> ChainPlan:
-        """Complete `keep` by one node that does not fail together with that of `hop`, or by any."""
+        """Complete `keep` by one node that does not fail together with that of `hop`, or by any.
+
+        By any, too, where the chain would be much slower: most often one node alone fails.
+        """
+        nearest = self._fill_with_fallbacks(view, keep, drop)
         together = peers_failing_with(view.snapshot, hop.peer_id)
         others = {n.peer_id for n in view.snapshot.nodes if not n.span.covers(hop.span)}
-        kept = {each.peer_id for each in keep}
         try:
-            return self._fill_around(view, keep, drop | together | (others - kept))
+            apart = self._fill_around(view, keep, drop | together | others)
         except MissingBlocksError:
-            return self._fill_with_fallbacks(view, keep, drop)
+            return nearest
+        nearest_s, apart_s = (
+            self._planner.expected_step_s(view, plan.hops) for plan in (nearest, apart)
+        )
+        if nearest_s is None or apart_s is None or len(nearest.hops) > len(apart.hops):
+            return apart
+        return apart if apart_s <= MAX_STANDBY_SLOWDOWN * nearest_s else nearest
 
     async def _fetch_view(self, *, may_ping: bool) -> PlanningView:
         request, snapshots = self._request, self._planner.snapshots

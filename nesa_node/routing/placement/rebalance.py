@@ -202,8 +202,10 @@ class _RebalanceSearch:
     def _repairing_moves(
         self, assignment: Assignment, deficit: CoverageDeficit, moved: Sequence[int]
     ) -> Iterator[tuple[int, Assignment]]:
-        """Single moves that reduce the deficit, most effective first, then those that expose fewest
-        blocks, then smallest load."""
+        """Single moves that reduce the deficit, most effective first, then smallest load.
+
+        Without a hole, where time matters less, those that expose fewest blocks precede.
+        """
         found = []
         for node in range(self.instance.problem.num_nodes):
             if node in moved or node in self.pinned_nodes:
@@ -213,7 +215,7 @@ class _RebalanceSearch:
             if left < deficit:
                 old, new = assignment.span(node), candidate.span(node)
                 load = len(new) - max(0, min(old.end, new.end) - max(old.start, new.start))
-                exposed = candidate.count_exposed(self.instance)
+                exposed = 0 if deficit.holes else candidate.count_exposed(self.instance)
                 found.append(((left, exposed, load, node), candidate))
         for (*_, node), candidate in sorted(found, key=lambda each: each[0]):
             yield node, candidate

@@ -1,8 +1,8 @@
 """Spreading the holders of each block over failure domains, so that losing one leaves no hole.
 
 A block is exposed to a failure domain that contains all of its holders. Moves of single nodes
-reduce the number of such pairs as long as they take no holder or replica that is needed, and cost
-little (`MAX_SPREAD_COST`). Nodes that no best chain uses are moved first: that costs nothing.
+reduce the number of such pairs as long as no more holders or replicas are missing in all, and they
+cost little (`MAX_SPREAD_COST`). Nodes that no best chain uses are moved first: that costs nothing.
 
 N nodes, B blocks, D failure domains, S starts of a span.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.ids import Span
-from nesa_node.routing.placement.moves import MAX_SPREAD_COST
+from nesa_node.routing.placement.moves import costs_little
 from nesa_node.routing.placement.placement_problem import (
     Assignment,
     PlacementProblem,
@@ -31,11 +31,11 @@ _MAX_PRICED = 8
 
 def spread_holders(instance: PlacementProblem, assignment: Assignment, goal: Goal) -> Assignment:
     """`assignment` with fewer exposed blocks, by at most one move of each node."""
-    limit = score_assignment(instance, assignment).cost(goal) * (1 + MAX_SPREAD_COST)
+    before = score_assignment(instance, assignment)
     moved: set[int] = set()
     while len(moved) < instance.problem.num_nodes:
         for node, spread in spreading_moves(instance, assignment, goal, moved):
-            if score_assignment(instance, spread).cost(goal) <= limit:
+            if costs_little(before, score_assignment(instance, spread)):
                 assignment = spread
                 moved.add(node)
                 break

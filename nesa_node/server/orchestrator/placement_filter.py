@@ -225,9 +225,12 @@ class PlacementFilter:
         return replace(earlier[-1], links=snapshot.links) if earlier else None
 
     def _gains_enough(self, before: SwarmScore, after: SwarmScore, without: SwarmScore) -> bool:
-        """Whether all moves together gain enough, and this node's move contributes."""
+        """Whether all moves together gain enough and expose no blocks to failure domains, and this
+        node's move contributes."""
         goals = zip(savings(before, after), savings(without, after), strict=True)
         worst = min(savings(before, after))
+        if after.exposed > before.exposed:
+            return False
         return worst > -self._min_gain and any(
             whole >= self._min_gain and own >= _MIN_OWN_GAIN for whole, own in goals
         )

@@ -133,8 +133,8 @@ def _connections(snapshot: Snapshot) -> ConnectivitySnapshot:
 
 REPLICAS = 2
 SPREAD_LOOKS = 3
-"""Snapshots in a row in which moves must spread holders before they are made: round trips, and with
-them failure domains, vary."""
+"""Further snapshots in a row in which moves must spread holders before they are made: round trips,
+and with them failure domains, vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,17 +238,15 @@ class Rebalancer:
             return self._describe(found, report)
         if found.trigger == "gain":
             seen = f"{_finite_gain(found.gain):.0%} would be gained, if that lasts"
-            replaces = kept is None or kept.gain < self._policy.min_gain
         else:
             seen = f"{found.describe_spread()}, if that lasts"
-            replaces = kept is None
-        if replaces:
+        if kept is None or (kept.trigger == "gain" and kept.gain < self._policy.min_gain):
             self._pending_plan, self._pending_looks = found, 0
         return self._describe(no_moves(found.before, self._goal, seen), report)
 
     def _remeasured_plan(self, room: PlacementProblem) -> RebalancePlan | None:
-        """The kept plan with its current value; None if its nodes' spans or holders changed, or if
-        it was to spread holders and does so no more."""
+        """The kept plan with its current value; None if its nodes' spans or holders changed, if it
+        exposes blocks to failure domains, or was to spread holders and does so no more."""
         if self._pending_plan is None:
             return None
         rows = {peer: row for row, peer in enumerate(room.problem.peers)}
@@ -262,7 +260,9 @@ class Rebalancer:
         if before.deficit > self._pending_plan.before.deficit or after.deficit > before.deficit:
             return None
         plan = replace(self._pending_plan, before=before, after=after)
-        return None if plan.trigger == "spread" and not plan.spreads else plan
+        if plan.trigger == "spread" and not plan.spreads:
+            return None
+        return plan if after.exposed <= before.exposed else None
 
     def _describe(self, moves: RebalancePlan, report: ChangeReport) -> PlacementDecision:
         before, after = moves.before, moves.after

@@ -40,6 +40,9 @@ MIN_PERSISTENCE = 1.5
 _NEAREST = 8
 _LOW_QUANTILE = 0.1
 _MIN_WEIGHT_MS = 0.1
+_MAX_ADDRESS_GROUPS = 256
+"""Addresses in records are claims, and each could make a domain."""
+_RELAYED = "/p2p-circuit"
 _IP = re.compile(r"^/ip[46]/([^/]+)")
 
 
@@ -81,12 +84,13 @@ def peers_failing_with(snapshot: Snapshot, peer: PeerId) -> frozenset[PeerId]:
 
 
 def members_DN(domains: Sequence[FailureDomain], peers: Sequence[PeerId]) -> Bools:
-    """Which of `peers` each domain has, [D, N]."""
+    """Which of `peers` each domain has, [D, N]; without domains that have none or all of them."""
     rows = {peer: row for row, peer in enumerate(peers)}
     found_DN = np.zeros((len(domains), len(peers)), dtype=np.bool_)
     for domain, members_N in zip(domains, found_DN, strict=True):
         members_N[[rows[peer] for peer in domain.peers if peer in rows]] = True
-    return found_DN
+    sizes_D = found_DN.sum(axis=1)
+    return np.asarray(found_DN[(sizes_D > 0) & (sizes_D < len(peers))])
 
 
 _BRANCHES: WeakKeyDictionary[Links, tuple[frozenset[PeerId], ...]] = WeakKeyDictionary()
@@ -169,9 +173,10 @@ def persistent_branches(
 
 
 def _address_groups(nodes: tuple[NodeState, ...]) -> Iterator[tuple[DomainKind, frozenset[PeerId]]]:
-    """Nodes of one address, and of one subnet (/24, in IPv6 /48).
+    """Nodes of one address, and of one subnet (/24, in IPv6 /48), the largest groups first.
 
     Of nodes with public addresses only these count: private ones are the same in many homes.
+    Addresses of relays, and those that only this machine or link knows, do not count.
     """
     groups: dict[tuple[DomainKind, str], set[PeerId]] = defaultdict(set)
     for node in nodes:
@@ -180,14 +185,19 @@ def _address_groups(nodes: tuple[NodeState, ...]) -> Iterator[tuple[DomainKind, 
             subnet = ip_network((ip, 24 if ip.version == 4 else 48), strict=False)
             groups["machine", str(ip)].add(node.peer_id)
             groups["subnet", str(subnet)].add(node.peer_id)
-    for (kind, _), peers in groups.items():
+    largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:_MAX_ADDRESS_GROUPS]
+    for (kind, _), peers in largest:
         yield kind, frozenset(peers)
 
 
 def _parse_ip(address: str) -> IPv4Address | IPv6Address | None:
-    """The address of a multiaddr; None for names, and for what a stranger's record makes up."""
+    """The node's own address in a multiaddr; None if there is none, or none that others know."""
     match = _IP.match(address)
+    if match is None or _RELAYED in address:
+        return None
     try:
-        return ip_address(match[1]) if match else None
+        ip = ip_address(match[1])
     except ValueError:
         return None
+    is_local = ip.is_loopback or ip.is_link_local or ip.is_unspecified or ip.is_multicast
+    return None if is_local else ip

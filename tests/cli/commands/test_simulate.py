@@ -81,8 +81,8 @@ def test_holders_are_spread_over_regions(
     assert stages == [4, 0, 0]
     assert run_command(["simulate", "--nodes", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "because of blocks that one failure domain alone holds" in text
-    assert "exposed blocks" in text
+    assert "because of blocks that are exposed to a failure domain" in text
+    assert "exposures" in text
 
 
 def test_a_loss_that_leaves_a_hole_is_mended(

@@ -89,7 +89,9 @@ def test_spreading_costs_little_and_takes_no_holder_that_is_needed(goal: Goal) -
         assert after.exposed == _exposed(room, spread) <= before.exposed
         assert after.deficit.holes <= before.deficit.holes
         assert after.deficit.replicas <= before.deficit.replicas
-        assert after.cost(goal) <= before.cost(goal) * (1 + MAX_SPREAD_COST)
+        for each in ("latency", "throughput"):
+            limit = before.cost(each) * (1 + MAX_SPREAD_COST)
+            assert after.cost(each) <= limit
         fewer += after.exposed < before.exposed
     assert fewer > 15
 
@@ -146,8 +148,31 @@ def test_rebalancing_spreads_where_nothing_else_is_to_do() -> None:
     assert len(moves.moves) == 1
     assert moves.after.latency_s <= moves.before.latency_s
     assert require_repeated_trigger(None, moves).moves == ()
-    assert "4 before, 0 after, seen only once" in require_repeated_trigger(None, moves).refused
+    assert (
+        "failure domains: 4 before, 0 after, seen only once"
+        in require_repeated_trigger(None, moves).refused
+    )
     assert require_repeated_trigger(moves, moves) == moves
+
+
+def test_spreading_for_latency_does_not_take_the_throughput() -> None:
+    """The only node that could move is needed where it is."""
+    snapshot = _two_cities(A_CHAIN_IN_ONE_CITY)
+    speeds = {"a1": 100.0, "a3": 100.0, "a2": 11.0, "b1": 10.0, "b2": 10.0}
+    nodes = tuple(
+        replace(node, decode_tokens_per_s=speeds[node.peer_id]) for node in snapshot.nodes
+    )
+    moves = rebalance(replace(snapshot, nodes=nodes), WHOLE, replicas=2)
+    assert moves.before.exposed == 4
+    assert moves.trigger != "spread"
+
+
+def test_a_hole_is_repaired_by_the_node_that_is_there_first() -> None:
+    """One in another city, which would spread the holders, has to load three times as much."""
+    snapshot = _two_cities({"a1": (0, 4), "a2": (3, 7), "a3": (3, 7), "b1": (0, 4), "b2": (0, 4)})
+    (move,) = rebalance(snapshot, WHOLE, replicas=1).moves
+    assert move.peer_id in ("a2", "a3")
+    assert move.load_bytes == 1e9
 
 
 def test_pinned_nodes_are_not_moved_to_spread_holders() -> None:

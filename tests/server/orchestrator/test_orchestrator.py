@@ -18,6 +18,7 @@ from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.settings.models import OrchestratorConfig
+from nesa_node.routing.placement.rebalance import RebalancePolicy
 from nesa_node.routing.succession import LeaseTerms
 from nesa_node.server.orchestrator.history import History, is_same_reason
 from nesa_node.server.orchestrator.launch import find_model, follow_placements, orchestrate
@@ -385,6 +386,45 @@ def test_rebalancer_spreads_holders_over_cities_if_it_sees_them_often_enough() -
     assert "10 before, 0 after, if that lasts" in decisions[0].reason
     assert (decisions[3].trigger, decisions[3].repairs) == ("spread", 0)
     assert score_swarm(apply_moves(exposed, decisions[3].moves)).exposed == 0
+
+
+def test_a_gain_that_was_seen_once_does_not_keep_holders_from_being_spread() -> None:
+    exposed = _one_city_holds_all_of_a_half()
+    fast = replace(exposed.nodes[4], decode_tokens_per_s=30.0)
+    noisy = replace(exposed, nodes=(*exposed.nodes[:4], fast))
+    rebalancer = Rebalancer()
+    first = rebalancer.decide(noisy)
+    assert "would be gained" in first.reason
+    decisions = [rebalancer.decide(replace(exposed, taken_at=float(i))) for i in range(1, 8)]
+    assert [each.trigger for each in decisions if each.moves][:1] == ["spread"]
+
+
+def test_a_gain_that_would_expose_blocks_by_now_is_given_up() -> None:
+    """The cities show at the moment at which the gain has lasted."""
+    known = _one_city_holds_all_of_a_half()
+    spans = [(0, 10), (0, 10), (10, 20), (10, 20)]
+    rows = [0, 3, 1, 4]
+    nodes = tuple(
+        replace(
+            known.nodes[row],
+            span=Span(*span),
+            decode_tokens_per_s=100.0 if span == (0, 10) else 10.0,
+        )
+        for row, span in zip(rows, spans, strict=True)
+    )
+    known = replace(known, nodes=nodes)
+    unknown = replace(known, links=None)
+    for links_known, gains in ((False, True), (True, False)):
+        rebalancer = Rebalancer(
+            goal="throughput",
+            replicas=1,
+            policy=RebalancePolicy(max_moves=1),
+            sensitivity=Sensitivity(move_in_a_row=3),
+        )
+        looks = [replace(unknown, taken_at=float(i)) for i in range(3)]
+        assert not any(rebalancer.decide(look).moves for look in looks)
+        last = rebalancer.decide(replace(known if links_known else unknown, taken_at=3.0))
+        assert bool(last.moves) == gains
 
 
 def test_rebalancer_does_not_spread_over_cities_that_come_and_go() -> None:

@@ -328,6 +328,15 @@ def test_a_stranger_is_obeyed_for_a_gain_of_ten_percent(gain: float, obeyed: boo
     assert (found is not None) == obeyed
 
 
+def test_a_stranger_is_not_obeyed_for_a_gain_that_exposes_blocks() -> None:
+    def appraise(snapshot: Snapshot) -> SwarmScore:
+        moved = any(n.peer_id == ME and n.span == Span(4, 8) for n in snapshot.nodes)
+        return SwarmScore(0, 0, 0.5, 1.0, 4) if moved else SwarmScore(0, 0, 1.0, 1.0, 0)
+
+    judge = PlacementFilter(ME, appraise, num_blocks=BLOCKS, max_blocks=4, allowed=frozenset())
+    assert judge.first_accepted([placement(*TO_SECOND, gain=0.5)], swarm(UNEVEN)) is None
+
+
 @pytest.mark.parametrize(
     ("after", "obeyed"),
     [

@@ -162,7 +162,30 @@ def test_private_addresses_count_where_there_are_no_public_ones() -> None:
 
 
 def test_a_domain_of_all_nodes_is_none() -> None:
-    assert failure_domains(_snapshot(addresses=[("/ip4/127.0.0.1/tcp/1",)] * 3)) == ()
+    assert failure_domains(_snapshot(addresses=[("/ip4/8.8.8.8/tcp/1",)] * 3)) == ()
+
+
+def test_addresses_of_relays_and_of_this_machine_say_nothing() -> None:
+    relayed = "/ip4/9.9.9.9/tcp/1/p2p/relay/p2p-circuit/p2p/"
+    homes = [
+        (f"{relayed}n{i}", "/ip4/127.0.0.1/tcp/1", "/ip4/169.254.1.1/tcp/1", "/ip6/::1/tcp/1")
+        for i in range(2)
+    ]
+    public = [("/ip4/9.9.9.9/tcp/1",), ("/ip4/8.8.8.8/tcp/1",)]
+    assert failure_domains(_snapshot(addresses=[*homes, *public])) == ()
+
+
+def test_addresses_make_a_bounded_number_of_domains() -> None:
+    """Each of many pairs of nodes claims addresses of its own."""
+    pairs = [
+        tuple(f"/ip4/{pair // 250 + 11}.{pair % 250}.{i}.1/tcp/1" for i in range(4))
+        for pair in range(300)
+        for _ in range(2)
+    ]
+    everyone = [("/ip4/8.8.8.8/tcp/1", *addresses) for addresses in pairs[:-1]] + [()]
+    domains = failure_domains(_snapshot(addresses=everyone))
+    assert len(domains) <= 256
+    assert max(len(domain.peers) for domain in domains) == 599
 
 
 def test_addresses_that_a_stranger_makes_up_are_ignored() -> None:
@@ -174,6 +197,8 @@ def test_members_are_rows_of_the_peers_asked_for() -> None:
     domain = FailureDomain("branch", frozenset({PeerId("a"), PeerId("c"), PeerId("gone")}))
     peers = [PeerId(name) for name in "abc"]
     assert members_DN([domain], peers).tolist() == [[True, False, True]]
+    assert members_DN([domain], [PeerId("a"), PeerId("c")]).shape == (0, 2)
+    assert members_DN([domain], [PeerId("b")]).shape == (0, 1)
     assert members_DN([], peers).shape == (0, 3)
 
 
