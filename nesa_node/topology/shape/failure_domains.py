@@ -191,7 +191,7 @@ def _address_groups(nodes: tuple[NodeState, ...]) -> Iterator[tuple[DomainKind, 
 
 
 def _parse_ip(address: str) -> IPv4Address | IPv6Address | None:
-    """The node's own address in a multiaddr; None if there is none, or none that others know."""
+    """The node's own address in a multiaddr; None if there is none, or one of its machine only."""
     match = _IP.match(address)
     if match is None or _RELAYED in address:
         return None
