@@ -99,7 +99,6 @@ def make_case(options: Options, number: int, memory: float) -> Case:
     sizes = source.sizes()
     count = sizes[number // len(of) % len(sizes)]
     world = source.world(count, options.seed + 10_000 + number)
-    states = world.snapshot.nodes
     requests = [client_request(world, client) for client in range(world.num_clients)]
     room = make_placement_problem(world.snapshot, requests, replicas=2)
     blocks = room.problem.num_blocks
@@ -114,7 +113,7 @@ def make_case(options: Options, number: int, memory: float) -> Case:
     regions = np.unique(world.region_N)
     labels_LN: Bools = np.equal(world.region_N, regions[:, None])
     domains["labels"] = labels_LN
-    places_N2 = np.array([node.location for node in states])
+    places_N2 = np.array([node.location for node in world.snapshot.nodes])
     tree = merge_tree(geographic_filtration(places_N2[:, 0], places_N2[:, 1]))
     branches = list(persistent_branches(tree, min_height=MIN_SEPARATION_KM))
     domains["geography"] = np.zeros((len(branches), len(peers)), dtype=np.bool_)

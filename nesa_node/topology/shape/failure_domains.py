@@ -63,7 +63,7 @@ def failure_domains(snapshot: Snapshot) -> tuple[FailureDomain, ...]:
     everyone = frozenset(node.peer_id for node in nodes)
     found: dict[frozenset[PeerId], DomainKind] = {}
     if snapshot.links is not None:
-        for branch in _known_branches(snapshot.links):
+        for branch in _link_branches(snapshot.links):
             found.setdefault(branch & everyone, "branch")
     for kind, peers in _address_groups(nodes):
         found.setdefault(peers, kind)
@@ -97,20 +97,15 @@ _BRANCHES: WeakKeyDictionary[Links, tuple[frozenset[PeerId], ...]] = WeakKeyDict
 """Branches of links that are in use: planners score many placements of one snapshot."""
 
 
-def _known_branches(links: Links) -> tuple[frozenset[PeerId], ...]:
+def _link_branches(links: Links) -> tuple[frozenset[PeerId], ...]:
+    """Branches of the merge tree of `links`, computed once."""
     found = _BRANCHES.get(links)
     if found is None:
-        found = _BRANCHES[links] = _link_branches(links)
+        tree = merge_tree(make_filtration(backbone_ms(links.rtt_ms_NN)))
+        branches = persistent_branches(tree, min_height=MIN_SEPARATION_MS)
+        found = tuple(frozenset(links.peers[node] for node in branch) for branch in branches)
+        _BRANCHES[links] = found
     return found
-
-
-def _link_branches(links: Links) -> tuple[frozenset[PeerId], ...]:
-    """Branches of the merge tree of `links`."""
-    tree = merge_tree(make_filtration(backbone_ms(links.rtt_ms_NN)))
-    return tuple(
-        frozenset(links.peers[node] for node in branch)
-        for branch in persistent_branches(tree, min_height=MIN_SEPARATION_MS)
-    )
 
 
 def backbone_ms(rtt_ms_NN: Floats) -> Floats:

@@ -136,8 +136,19 @@ async def test_a_kept_hop_that_records_do_not_show_any_more_fails_no_plan(kept: 
     assert await nodes.find_peers_to_leave(hops, 1.0) == frozenset()
 
 
-@pytest.mark.parametrize("gone", [(), ("far",), ("far", "whole"), ("slow",)])
-async def test_a_standby_is_outside_the_failure_domains_of_its_node(gone: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("gone", "far_tokens_per_s", "expected"),
+    [
+        ((), 30.0, "far"),
+        (("far",), 30.0, "whole"),
+        (("far", "whole"), 30.0, "near"),
+        (("whole",), 3.0, "near"),
+    ],
+    ids=["far", "longer span", "none elsewhere", "far too slow"],
+)
+async def test_a_standby_is_outside_the_failure_domains_of_its_node(
+    gone: tuple[str, ...], far_tokens_per_s: float, expected: str
+) -> None:
     """The fastest is beside it; one elsewhere is taken if its blocks are those of the node."""
 
     def at(name: str, address: str, start: int, end: int, speed: float) -> NodeState:
@@ -148,17 +159,11 @@ async def test_a_standby_is_outside_the_failure_domains_of_its_node(gone: tuple[
         at("kept", "8.8.8.8", 0, 2, 10.0),
         at("node", "9.9.9.9", 2, 4, 10.0),
         at("near", "9.9.9.10", 2, 4, 50.0),
-        at("far", "1.1.1.1", 2, 4, 30.0),
+        at("far", "1.1.1.1", 2, 4, far_tokens_per_s),
         at("third", "1.1.2.1", 2, 3, 50.0),
         at("fourth", "1.1.3.1", 3, 4, 50.0),
         at("whole", "1.1.4.1", 0, 4, 12.0),
     ]
-    if gone == ("slow",):
-        gone = ("whole",)
-        states[3] = at("far", "1.1.1.1", 2, 4, 3.0)
-        expected = "near"
-    else:
-        expected = {(): "far", ("far",): "whole", ("far", "whole"): "near"}[gone]
     there = tuple(state for state in states if state.peer_id not in gone)
     nodes, _ = _nodes_of(Snapshot(MODEL, 4, there, taken_at=0.0))
     keep, hop = (Hop(PeerId("kept"), Span(0, 2)),), Hop(PeerId("node"), Span(2, 4))
