@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from nesa_node.cli.app import run_command
-from nesa_node.cli.commands.eval import _measure_cells
-from nesa_node.cli.commands.eval_sample import limit_parts
+from nesa_node.cli.commands.eval import _measure_cells, limit_parts
 from nesa_node.core.known_swarms import KnownSwarmStore
 from nesa_node.core.wait_tracking import WaitTracker
 from nesa_node.evaluation.results import Cell
