@@ -139,6 +139,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="a small model and few tokens: does it still run?")
     add("--model", help=f"{', '.join(SHAPES)}, demo, or a folder")
     add("--dtype", choices=("float32", "bfloat16"))
+    add("--device", help="of daemons, client and local transformers [default: cpu]")
     add("--nodes", type=numbers, metavar="N,N", help="numbers of daemons to try")
     add("--sessions", type=numbers, metavar="N,N", help="numbers of sessions to try")
     add(

@@ -17,6 +17,14 @@ from nesa_node.core.settings.declaration import default_cache_dir
 from nesa_node.engine.weights.demo_model import demo_model_path
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 32_000,
+    },
     "250m": {
         "hidden_size": 1024,
         "num_hidden_layers": 16,
@@ -102,13 +110,14 @@ def load_local(folder: Path, options: Options) -> Any:
         model = auto.from_pretrained(
             folder, dtype=options.torch_dtype, local_files_only=True, trust_remote_code=False
         )
-    return model.eval()
+    return model.eval().to(options.device)
 
 
 def random_prompt(model: Any, tokens: int, seed: int) -> torch.Tensor:
     """Token ids [1, tokens]."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, int(model.config.vocab_size), (1, tokens), generator=generator)
+    ids_1L = torch.randint(0, int(model.config.vocab_size), (1, tokens), generator=generator)
+    return ids_1L.to(model.device)
 
 
 @contextmanager

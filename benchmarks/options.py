@@ -22,6 +22,8 @@ class Options:
     model: str = "250m"
     dtype: Dtype = "float32"
     quant_type: Quant = "none"
+    device: str = "cpu"
+    """Of daemons, client and local transformers."""
     nodes: tuple[int, ...] = (1, 2, 3)
     threads: tuple[int, ...] = (1, USERS_THREADS)
     """Of each process, where a benchmark compares with one process."""

@@ -55,7 +55,7 @@ def measure(folder: Path, swarm: Swarm, local: Any, options: Options) -> dict[st
         generate(model, prompt[:, :64], 1)  # joins the swarm, touches all weights once
     checkpoint = open_local(folder)
     parts = [
-        load_blocks(checkpoint, node.span, dtype=options.torch_dtype, device="cpu")
+        load_blocks(checkpoint, node.span, dtype=options.torch_dtype, device=options.device)
         for node in swarm.nodes
     ]
     counts = chunk_sizes(options.prompt_tokens, len(parts))

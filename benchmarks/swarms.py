@@ -41,7 +41,7 @@ def open_local(folder: Path) -> Checkpoint:
 
 def daemon_flags(options: Options, cache_tokens: int, threads: int = 1) -> list[str]:
     flags = ["--torch-dtype", options.dtype, "--quant-type", options.quant_type]
-    flags += ["--device", "cpu"]
+    flags += ["--device", options.device]
     flags += [] if threads == USERS_THREADS else ["--threads", str(threads)]
     flags += ["--attn-cache-tokens", str(cache_tokens)]
     # All sessions are those of one client.
@@ -96,6 +96,7 @@ def join(
         folder,
         initial_peers=peers,
         dtype=options.torch_dtype,
+        device=options.device,
         replicate_cache=replicate_cache,
         # The same prompt is timed again and again.
         reuse_prefix=False,

@@ -28,6 +28,7 @@ from nesa_node.cli.commands.generate import chat, generate
 from nesa_node.cli.commands.keys import keys
 from nesa_node.cli.commands.simulate import simulate
 from nesa_node.cli.commands.status import explain, status
+from nesa_node.cli.commands.swarm import swarm
 from nesa_node.cli.flags import FLAG_GROUPS, advanced_flags
 from nesa_node.cli.process_setup import (
     INTERRUPTED_EXIT_CODE,
@@ -200,6 +201,7 @@ for _command in (
     _name = "eval" if _command is evaluate else _command.__name__
     app.command(_path, name=_name, help=_command.__doc__)
 app.command(keys)
+app.command(swarm)
 
 
 def main() -> NoReturn:

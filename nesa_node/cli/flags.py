@@ -38,13 +38,15 @@ if TYPE_CHECKING:
 
 SWARM = Group("Swarm", sort_key=10)
 COMPUTE = Group("Model and device", sort_key=20)
+POOL = Group("Pool", sort_key=22)
 ORCHESTRATION = Group("Orchestration", sort_key=25)
 ACCESS = Group("Access", sort_key=27)
 LIMITS = Group("Limits", sort_key=30)
 SAMPLING = Group("Sampling", sort_key=35)
 OUTPUT = Group("Output", sort_key=40)
 FLAG_GROUPS = {
-    group.name: group for group in (SWARM, COMPUTE, ORCHESTRATION, ACCESS, LIMITS, SAMPLING, OUTPUT)
+    group.name: group
+    for group in (SWARM, COMPUTE, POOL, ORCHESTRATION, ACCESS, LIMITS, SAMPLING, OUTPUT)
 }
 
 ModelArgument = Annotated[

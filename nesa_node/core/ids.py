@@ -20,6 +20,15 @@ SessionId = NewType("SessionId", bytes)
 """16 random bytes chosen by the client."""
 
 
+_MODEL_NAME_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+MAX_MODEL_NAME_CHARS = 128
+
+
+def is_model_name(text: str) -> bool:
+    """Whether `text` can name a model to any machine: as on the hub, and no path."""
+    return len(text) <= MAX_MODEL_NAME_CHARS and _MODEL_NAME_PATTERN.fullmatch(text) is not None
+
+
 def model_name_candidates(model: str) -> frozenset[str]:
     """Names under which nodes may announce the command line's `model` (name, folder or full id).
 

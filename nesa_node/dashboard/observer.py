@@ -20,6 +20,7 @@ from nesa_node.dashboard.state import MAX_CHARTED_MODELS, DashboardState, summar
 from nesa_node.dashboard.views import ModelSummary
 from nesa_node.server.orchestrator.history import History
 from nesa_node.server.orchestrator.planner import ChangeMonitor
+from nesa_node.swarm.dht.pool_notices import POOL, Offer, PoolStatus
 from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.link_measurements import ping
@@ -118,6 +119,7 @@ class ModelTopologies:
 
 
 POLL_INTERVAL_S = 2.5
+POOL_INTERVAL_S = 5.0
 TICK_INTERVAL_S = 0.5
 VIEWED_TICK_INTERVAL_S = 0.1
 """Tick interval while a viewer watches this process's sessions, so that it sees short ones, too."""
@@ -164,6 +166,7 @@ class SwarmObserver:
         """Run all background tasks until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._run_polls(), name="dashboard-look")
+            group.create_task(self._run_pool_polls(), name="dashboard-pool")
             group.create_task(self._run_ticks(), name="dashboard-tick")
             group.create_task(self._run_topology_updates(), name="dashboard-shape")
             group.create_task(self._run_pings(), name="dashboard-ping")
@@ -203,6 +206,25 @@ class SwarmObserver:
             await asyncio.sleep(
                 max(self._poll_interval_s, count / _MAX_RECORDS_PER_S, took_s / _MAX_BUSY_FRACTION)
             )
+
+    async def poll_pool(self) -> None:
+        """Fetch offers and statuses of the pool once."""
+        notices = self._swarm.notices
+        offers = await notices.fetch(Offer, POOL)
+        statuses = await notices.fetch(PoolStatus, POOL)
+        async with self._state_lock:
+            self._state.update_pool(offers, statuses)
+        self._publish()
+
+    async def _run_pool_polls(self) -> None:
+        while True:
+            try:
+                await self.poll_pool()
+            except (NesaError, OSError) as error:
+                log.warning("pool_poll_failed", reason=str(error))
+            except Exception:  # as above
+                log.exception("pool_poll_failed")
+            await asyncio.sleep(POOL_INTERVAL_S)
 
     async def _run_ticks(self) -> None:
         while True:

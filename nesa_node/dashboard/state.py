@@ -27,11 +27,13 @@ from nesa_node.dashboard.views import (
     event_entries,
     model_entry,
     node_entry,
+    pool_entries,
     session_entry,
     summarize_models,
 )
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.chains import chain_cost_s, plan_chain
+from nesa_node.swarm.dht.pool_notices import Offer, PoolStatus
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.topology.links.matrix import Links, assemble_links
@@ -244,6 +246,12 @@ class DashboardState:
         for view in self._links.values():
             entries |= view.entries
         self.sections.replace_entries("links", entries)
+
+    def update_pool(self, offers: Iterable[Offer], statuses: Iterable[PoolStatus]) -> None:
+        """Update machines without a model, and the swarms that are made of them."""
+        swarms, machines = pool_entries(offers, statuses)
+        self.sections.replace_entries("swarms", swarms)
+        self.sections.replace_entries("machines", machines)
 
     def report_placements(self, placements: Sequence[PlacementNotice], now: float) -> None:
         """Report placements that are new as events."""

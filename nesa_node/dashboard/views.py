@@ -16,9 +16,11 @@ from nesa_node.client.model.activity import SessionActivity
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.wait_tracking import WaitStatus
 from nesa_node.dashboard.node_tracker import DashboardEvent, EventKind, TrackedNode
+from nesa_node.swarm.dht.pool_notices import Offer, PoolStatus
 from nesa_node.swarm.dht.records import majority_num_blocks
 
 MAX_MODELS = 32
+MAX_MACHINES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,34 @@ def coverage_runs(
         else:
             runs.append((start, end, holders))
     return tuple(runs)
+
+
+def pool_entries(
+    offers: Iterable[Offer], statuses: Iterable[PoolStatus]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Views of wanted swarms by model, of the newest status that names it, and of machines."""
+    swarms: dict[str, Any] = {}
+    for status in sorted(statuses, key=lambda each: each.issued_at):
+        swarms |= {each.model: each.model_dump(mode="json") for each in status.swarms}
+    machines = sorted(offers, key=lambda each: each.peer_id)[:MAX_MACHINES]
+    return swarms, {offer.peer_id: _machine_entry(offer) for offer in machines}
+
+
+def _machine_entry(offer: Offer) -> dict[str, Any]:
+    states = [each.state for each in offer.held]
+    busy = next((s for s in ("failed", "refused", "leaving", "loading") if s in states), "holding")
+    free = "free" if offer.models else "away"
+    return {
+        "name": offer.public_name,
+        "state": busy if states else free,
+        "device": offer.device,
+        "memory_total_bytes": offer.memory_total_bytes,
+        "memory_free_bytes": offer.memory_free_bytes,
+        "held": [
+            each.model_dump(mode="json", include={"model", "span", "state", "reason"})
+            for each in offer.held
+        ],
+    }
 
 
 class HoleTracker:

@@ -54,6 +54,12 @@ class NoticeStore:
         self._known: dict[_Topic, dict[PeerId, Notice]] = {}
         self._pinned = {identity.peer_id}
 
+    def signed_by(self, identity: Identity) -> NoticeStore:
+        """A store that publishes in the name of another identity, through the same DHT node."""
+        return NoticeStore(
+            self.store, identity, self._validator, self.membership, clock=self._clock
+        )
+
     def pin_signers(self, signers: Collection[PeerId]) -> None:
         """Never evict the notices of `signers`."""
         self._pinned.update(signers)

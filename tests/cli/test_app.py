@@ -100,7 +100,9 @@ def test_typo_in_the_environment_is_an_error(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["run"], "MODEL is required: a local folder or"),
+        (["run", "--num-blocks", "2"], "num_blocks is for a node of one model: give MODEL, too"),
+        (["swarm", "create", "/tmp/model"], "'/tmp/model' cannot be asked for"),
+        (["swarm", "create", "m", "--replicas", "2:1"], "--replicas 2:1: from 1 to 100"),
         (["run", "m", "--threads", "x"], "threads = 'x' (from --threads)"),
         (["run", "m", "--initial-peers", "192.0.2.7"], "addresses like /ip4/"),
         (["run", "m", "--num-blocks", "2", "--block-indices", "0:2"], "exclude each other"),

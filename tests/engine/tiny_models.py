@@ -180,7 +180,7 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 @torch.inference_mode()
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     """Decode with transformers' own `generate`."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
     )

@@ -21,9 +21,10 @@ from nesa_node.swarm.dht.message_codec import (
     parse_message,
     unpack_records,
 )
+from nesa_node.swarm.dht.pool_notices import NOTICE_KINDS
 from nesa_node.swarm.dht.records import ALL_NODES_KEY, NodeRecord, model_key
 from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget, DhtRpc, node_id_of
-from nesa_node.swarm.dht.sealing import NOTICE_KINDS, open_statement, read_kind, seal_statement
+from nesa_node.swarm.dht.sealing import open_statement, read_kind, seal_statement
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.p2p.control import UnaryCalls, pack_multiaddr, read_protobuf
 from nesa_node.swarm.p2p.dial_addresses import choose_dial_addresses
@@ -273,7 +274,7 @@ def _bodies() -> Iterator[Parse]:
         def parse(data: bytes) -> None:
             envelope = {
                 "record": data[1:], "signature": bytes(64), "peer_id": PEER, "tag": b"",
-                "kind": ("record", *NOTICE_KINDS)[data[0] % 4 if data else 0],
+                "kind": ("record", *NOTICE_KINDS)[data[0] % 8 if data else 0],
             }  # fmt: skip
             read(msgspec.msgpack.encode(envelope))
 

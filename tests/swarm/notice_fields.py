@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from nesa_node.swarm.dht.pool_notices import (
+    AssignedSpan,
+    BuildRequest,
+    HeldModel,
+    MachineAssignment,
+    MeasuredFigures,
+    Offer,
+    PoolStatus,
+    SwarmStatus,
+    WantedSwarm,
+)
 from nesa_node.swarm.dht.sealing import (
     AnnouncedMove,
     FailureReport,
@@ -29,6 +40,37 @@ FIELDS: dict[type[Notice], dict[str, Any]] = {
         "reason": "the best plan is 1.2 times as good",
     },
     FailureReport: {"failures": ()},
+    Offer: {
+        "device": "NVIDIA GeForce RTX 3090",
+        "device_type": "cuda",
+        "memory_total_bytes": 20 * 10**9,
+        "memory_free_bytes": 8 * 10**9,
+        "figures": {
+            "bfloat16": MeasuredFigures(
+                block_overhead_s=3e-4, read_bytes_per_s=8e11, flop_per_s=5e13, overlaps=True
+            )
+        },
+        "models": ("org/*",),
+        "obeys": (PEERS[2],),
+        "held": (
+            HeldModel(model="org/one", state="serving", span=(0, 10), node=PEERS[3]),
+            HeldModel(model="two", state="refused", span=(0, 4), reason="the disk is full"),
+        ),
+    },
+    MachineAssignment: {
+        "spans": (AssignedSpan(model="org/one", span=(0, 10), cache_tokens=8192),),
+    },
+    BuildRequest: {
+        "swarms": (WantedSwarm(model="org/one", replicas=2, max_replicas=3, until=2e9),),
+    },
+    PoolStatus: {
+        "creators": (PEERS[0],),
+        "machines": 6,
+        "free_machines": 2,
+        "swarms": (
+            SwarmStatus(model="org/one", state="serving", replicas=1, wanted=2, machines=4),
+        ),
+    },
 }
 
 

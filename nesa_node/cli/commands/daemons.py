@@ -22,19 +22,31 @@ if TYPE_CHECKING:
         PeerConfig,
     )
 
+WhileStdinFlag = Annotated[
+    bool, Parameter(show=False, negative=(), help="Stop when standard input ends.")
+]
 _MAX_OTHER_CONNECTIONS = 32
 """Most connections to the dashboard besides those of its viewers."""
 
 
-def run(model: ModelArgument = None, /, *, flags: Flags["NodeConfig"] | None = None) -> int:
-    """Serve a span of MODEL to the swarm, until SIGTERM or Ctrl-C.
+def run(
+    model: ModelArgument = None,
+    /,
+    *,
+    while_stdin: WhileStdinFlag = False,
+    flags: Flags["NodeConfig"] | None = None,
+) -> int:
+    """Offer this machine to a swarm, or serve a span of MODEL, until SIGTERM or Ctrl-C.
 
-    Without --initial-peers it starts a new swarm and prints the address to join it.
+    Without MODEL it holds what an orchestrator assigns, within the limits of --pool-models and the
+    like. Without --initial-peers it starts a new swarm and prints the address to join it.
     """
     require_node("nesa-node run")
     from nesa_node.core.settings.models import NodeConfig
 
     config = load_command_config(NodeConfig, flags, model=model)
+    if config.model is None:
+        return _offer_machine(config)
     with exit_on_interrupt(), _without_gc():
         from nesa_node.cli.services.side_services import (
             make_gateway_runner,
@@ -48,7 +60,27 @@ def run(model: ModelArgument = None, /, *, flags: Flags["NodeConfig"] | None = N
 
     async def serve() -> None:
         async with serve_metrics_of(config) as sources, serve_page_of(config) as show:
-            await run_node(config, show, metric_sources=sources, side_task=gateway)
+            await run_node(
+                config,
+                show,
+                metric_sources=sources,
+                side_task=gateway,
+                while_stdin=while_stdin,
+            )
+
+    event_loop.run_event_loop(serve())
+    return 0
+
+
+def _offer_machine(config: NodeConfig) -> int:
+    with exit_on_interrupt(), _without_gc():
+        from nesa_node.cli.services.side_services import serve_metrics_of
+        from nesa_node.server.pool.member import run_pool_member
+        from nesa_node.swarm.p2p import tasks as event_loop
+
+    async def serve() -> None:
+        async with serve_metrics_of(config) as sources:
+            await run_pool_member(config, metric_sources=sources)
 
     event_loop.run_event_loop(serve())
     return 0
@@ -69,16 +101,19 @@ def _without_gc() -> Iterator[None]:
 def orchestrate(
     model: Annotated[
         str | None,
-        Parameter(help="The model to plan for: its name, folder or full id. [default: the only]"),
+        Parameter(
+            help="The model to plan for: its name, folder or full id. [default: the swarms that "
+            "are asked for, or the only model that is served]"
+        ),
     ] = None,
     /,
     *,
     flags: Flags["OrchestratorConfig"] | None = None,
 ) -> int:
-    """Watch a swarm and publish signed placements while holding the model's lease.
+    """Build the swarms that are asked for of machines on offer, and plan their placement.
 
-    Nodes follow placements of allowed peers (--allow-orchestrators), and those that they find
-    to be a gain.
+    With MODEL only that swarm's placement is planned. Nodes follow placements of allowed peers
+    (--allow-orchestrators), and those that they find to be a gain.
     """
     require_node("nesa-node orchestrate")
     from nesa_node.core.settings.models import OrchestratorConfig
@@ -87,11 +122,14 @@ def orchestrate(
     with exit_on_interrupt():
         from nesa_node.cli.services.side_services import serve_metrics_of, serve_page_of
         from nesa_node.server.node.daemon import run_orchestrator
+        from nesa_node.server.pool.builder import run_pool_orchestrator
         from nesa_node.swarm.p2p import tasks as event_loop
+
+    work = run_pool_orchestrator if config.model is None else run_orchestrator
 
     async def serve() -> None:
         async with serve_metrics_of(config) as sources, serve_page_of(config) as show:
-            await run_orchestrator(config, show, metric_sources=sources)
+            await work(config, show, metric_sources=sources)
 
     event_loop.run_event_loop(serve())
     return 0
@@ -127,9 +165,7 @@ def api(
             "this machine can open]",
         ),
     ] = None,
-    while_stdin: Annotated[
-        bool, Parameter(show=False, negative=(), help="Stop when standard input ends.")
-    ] = False,
+    while_stdin: WhileStdinFlag = False,
     flags: Flags["GatewayConfig"] | None = None,
 ) -> int:
     """Serve OpenAI's API over the models of a swarm, until SIGTERM or Ctrl-C."""

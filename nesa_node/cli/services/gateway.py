@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import sys
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager, nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 
 from nesa_node import __version__
@@ -35,29 +33,12 @@ from nesa_node.dashboard.app import Dashboard
 from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.server.node.invitation import check_ready_file, ready_file
 from nesa_node.server.node.metrics import daemon_source
-from nesa_node.server.node.shutdown import Shutdown, stop_signals
+from nesa_node.server.node.shutdown import Shutdown, stop_on_stdin_end, stop_signals
 from nesa_node.swarm.node import Swarm, model_samples
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.web.server import METRICS_PATH, MetricsPage, serve_authenticated
 
 log = get_logger(__name__)
-
-
-@contextmanager
-def stop_on_stdin_end(stopping: asyncio.Event) -> Iterator[None]:
-    """Set `stopping` when standard input ends. Its content is discarded."""
-    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
-
-    def read() -> None:
-        if not os.read(stdin, 4096):
-            loop.remove_reader(stdin)
-            stopping.set()
-
-    loop.add_reader(stdin, read)
-    try:
-        yield
-    finally:
-        loop.remove_reader(stdin)
 
 
 MAX_DASHBOARD_VIEWERS = 64

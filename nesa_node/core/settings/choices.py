@@ -9,6 +9,8 @@ Precision = Literal["nf4", "int8", "full"]
 """Weight precisions, coarsest first. "full": the `--torch-dtype`, not quantized."""
 PlacementGoal = Literal["latency", "throughput"]
 """An orchestrator's objective: least time per step, or most steps per second of all clients."""
+WeightQuality = Literal["exact", "high", "balanced"]
+"""Floor of the weights' precision in a swarm that is built: not quantized, int8, nf4."""
 StrategyName = Literal[
     "exact-latency",
     "exact-throughput",
@@ -24,7 +26,7 @@ SamplingDefaults = Literal["model", "openai"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 FlagGroup = Literal[
-    "Swarm", "Model and device", "Orchestration", "Access", "Limits", "Sampling", "Output"
+    "Swarm", "Model and device", "Pool", "Orchestration", "Access", "Limits", "Sampling", "Output"
 ]
 """Headings of flags in `--help`."""
 GENERATED_ITEMS = "generated"

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.addresses import HttpAddress, check_dialable, to_multiaddress
-from nesa_node.core.settings.choices import FlagGroup
+from nesa_node.core.settings.choices import FlagGroup, QuantType
 
 
 def user_path(path: str | Path) -> Path:
@@ -143,6 +143,26 @@ Seconds = Annotated[
 
 ModelName = Annotated[str, ValueFormat("MODEL", "a local folder or the name of a model on the hub")]
 ModelNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _LIST]
+ModelPatterns = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=128)], ...],
+    _LIST,
+    ValueFormat("PATTERN"),
+]
+QuantTypes = Annotated[
+    tuple[QuantType, ...], _LIST, Field(min_length=1), ValueFormat("NAMES", "none, int8 or nf4")
+]
+Share = Annotated[
+    float,
+    _NUMBER,
+    Field(ge=1e-6, le=1, allow_inf_nan=False),
+    ValueFormat("SHARE", "a number from 0 to 1"),
+]
+_HOUR = Annotated[int, Field(ge=0, le=24)]
+Hours = Annotated[
+    tuple[_HOUR, _HOUR],
+    _parsed_by(lambda text: tuple(text.split("-"))),
+    ValueFormat("FROM-TO", 'two hours of the day like "20-8"'),
+]
 DeviceName = Annotated[
     str,
     StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$"),

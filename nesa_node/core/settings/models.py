@@ -9,6 +9,7 @@ environment, TOML file, defaults. One file or environment can serve every comman
     ├── ClientConfig    `status`, `doctor`, `eval`
     │   ├── AnswerConfig    `generate`, `chat`
     │   └── GatewayConfig   `api`
+    ├── PoolClientConfig    `swarm`
     └── PeerConfig      `bootstrap`
         └── OrchestratorConfig  `orchestrate`
             └── NodeConfig      `run`
@@ -43,11 +44,13 @@ from nesa_node.core.settings.declaration import (
     FilePath,
     Gibibytes,
     HostNames,
+    Hours,
     HttpAddressText,
     ListenAddresses,
     Location,
     ModelName,
     ModelNames,
+    ModelPatterns,
     Networks,
     NonNegativeInt,
     Origins,
@@ -55,8 +58,10 @@ from nesa_node.core.settings.declaration import (
     PeerIds,
     PositiveInt,
     PublicName,
+    QuantTypes,
     Seconds,
     Secret,
+    Share,
     ValueFormat,
     check_loopback,
     default_cache_dir,
@@ -241,6 +246,12 @@ class DashboardConfig(AccessConfig):
     )
 
 
+def _identity_path(text: str) -> Any:
+    return setting(
+        default_identity_path, "Swarm", text, default_text="~/.config/nesa-node/identity.key"
+    )
+
+
 def _ready_file() -> Any:
     return setting(None, "Output", "Write a JSON file there once it serves.")
 
@@ -302,12 +313,7 @@ class PeerConfig(MetricsConfig):
 
     trace_service = "nesa-bootstrap"
 
-    identity_path: FilePath = setting(
-        default_identity_path,
-        "Swarm",
-        "Key file of this node.",
-        default_text="~/.config/nesa-node/identity.key",
-    )
+    identity_path: FilePath = _identity_path("Key file of this node.")
     host_maddrs: ListenAddresses = setting(
         ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"), "Swarm", "Where to listen.", basic=True
     )
@@ -331,6 +337,13 @@ class PeerConfig(MetricsConfig):
     record_ttl_s: Annotated[Seconds, Field(ge=1, le=MAX_RECORD_TTL_S)] = setting(
         60, "Limits", "Seconds until a crashed node is forgotten."
     )
+
+
+class PoolClientConfig(SharedConfig):
+    """Settings of `swarm`, which asks for swarms of a pool's machines."""
+
+    identity_path: FilePath = _identity_path("Key file that signs requests.")
+    log_level: LogLevel = _log_level("warning")
 
 
 class OrchestratorConfig(PeerConfig):
@@ -359,7 +372,13 @@ class OrchestratorConfig(PeerConfig):
     )
     placement_goal: PlacementGoal = setting("latency", "Orchestration", "latency or throughput.")
     replicas: Annotated[PositiveInt, Field(le=1000)] = setting(
-        2, "Orchestration", "Replicas wanted of every block."
+        2, "Orchestration", "Replicas wanted of every block.", basic=True
+    )
+    allow_creators: PeerIds = setting(
+        (),
+        "Pool",
+        "Build the swarms that these peer ids ask for with `nesa-node swarm create`, beside those "
+        "of this machine's own identity; may be repeated.",
     )
     decisions_path: FilePath = setting(
         default_decisions_path,
@@ -393,11 +412,11 @@ class OrchestratorConfig(PeerConfig):
 
 
 class NodeConfig(OrchestratorConfig):
-    """Settings of a node: a daemon that serves a span of one model."""
+    """Settings of a node: a daemon that serves a span of one model, or offers its machine."""
 
     trace_service = "nesa-node"
 
-    model: ModelName = Field(min_length=1)
+    model: Annotated[ModelName, Field(min_length=1)] | None = None
     api: HttpAddressText | None = setting(
         None,
         "Access",
@@ -427,11 +446,43 @@ class NodeConfig(OrchestratorConfig):
     block_indices: BlockRange | None = setting(
         None, "Model and device", "Exactly these blocks, half-open: a:b.", basic=True
     )
+    first_blocks: BlockRange | None = setting(
+        None,
+        "Model and device",
+        "Begin with these blocks; unlike with --block-indices the node may move later.",
+    )
     attn_cache_tokens: PositiveInt | None = setting(
         None, "Limits", "Capacity of the KV cache in tokens."
     )
     max_disk_gib: Gibibytes | None = setting(
         None, "Limits", "Largest download of model files, in GiB."
+    )
+    evict_downloads: bool = setting(
+        False, "Limits", "Delete the least recently used models to stay within --max-disk-gib."
+    )
+    pool_models: ModelPatterns = setting(
+        ("*",),
+        "Pool",
+        "Without MODEL: hold only models of such names, as ORG/* or *-8B; may be repeated.",
+        basic=True,
+    )
+    pool_quant_types: QuantTypes = setting(
+        ("none", "int8", "nf4"), "Pool", "Quantizations in which to hold them."
+    )
+    pool_disk_gib: Gibibytes = setting(
+        50,
+        "Pool",
+        "Disk for their downloads, in GiB; the least recently used are deleted.",
+        basic=True,
+    )
+    pool_memory_share: Share = setting(
+        0.8, "Pool", "Share of the device's memory that they may take.", basic=True
+    )
+    pool_loads_per_hour: PositiveInt = setting(
+        6, "Pool", "Most models to load in any hour, at an orchestrator's request."
+    )
+    pool_hours: Hours | None = setting(
+        None, "Pool", "Hours of the day, local time, in which to hold any: 20-8."
     )
     max_sessions_per_peer: PositiveInt = setting(64, "Limits", "")
     max_cache_tokens_per_peer: PositiveInt | None = setting(
@@ -459,8 +510,19 @@ class NodeConfig(OrchestratorConfig):
 
     @model_validator(mode="after")
     def _check_span_choice(self) -> Self:
-        if self.block_indices is not None and self.num_blocks is not None:
-            raise ValueError("num_blocks and block_indices exclude each other: give one of them")
+        given = (self.block_indices, self.first_blocks, self.num_blocks)
+        if sum(value is not None for value in given) > 1:
+            raise ValueError(
+                "num_blocks, first_blocks and block_indices exclude each other: give one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_needs_model(self) -> Self:
+        if self.model is None:
+            for name in ("block_indices", "first_blocks", "num_blocks", "api", "http"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is for a node of one model: give MODEL, too")
         return self
 
     @model_validator(mode="after")
@@ -478,5 +540,6 @@ ALL_CONFIGS: tuple[type[SharedConfig], ...] = (
     GatewayConfig,
     ClientConfig,
     AccessConfig,
+    PoolClientConfig,
 )
 SECRET_FIELDS = frozenset({"api_key", "token", "swarm_key"})

@@ -7,7 +7,7 @@ import { EventList } from "./events.js";
 import { Graph, ZOOM } from "./graph.js";
 import { Live } from "./live.js";
 import { Playground } from "./playground.js";
-import { colourOf, showLinks, showLinksOf, showNodes, showSessions } from "./tables.js";
+import { colourOf, showLinks, showLinksOf, showNodes, showPool, showSessions } from "./tables.js";
 import { watchTheme } from "./theme.js";
 import { LEAST_SHAPED, Topology } from "./topology.js";
 import { bytes, coverage, duration, el, named, number, percent, setText, span } from "./words.js";
@@ -100,6 +100,9 @@ function show() {
   showLinks($("links"), $("links-words"), links, nodes);
   showSessions($("sessions-table"), $("sessions"), sessions, live.get("nodes"), now);
   showSessionWords(model, sessions);
+  const [swarms, machines] = [live.get("swarms"), live.get("machines")];
+  $("pool").hidden = !swarms.size && !machines.size;
+  showPool({ table: $("built-table"), built: $("built"), machines: $("machines"), words: $("pool-words") }, swarms, machines);
   showDetails(nodes, links, now);
   events.show(live.get("events"));
   showCharts(model);

@@ -101,6 +101,56 @@ export function showLinksOf(body, peer, links, nodes) {
   });
 }
 
+// Swarms that were asked for, and machines without a model of their own.
+export function showPool(parts, swarms, machines) {
+  parts.table.hidden = swarms.size === 0;
+  const free = [...machines.values()].filter((machine) => machine.state === "free").length;
+  setText(parts.words, `${machines.size} machine${machines.size === 1 ? "" : "s"} on offer, ${free} free`);
+  keyed(parts.built, [...swarms.keys()].sort(), swarmRow, (row, model) => {
+    const swarm = swarms.get(model);
+    const [head, state, replicas, count, speed, reason] = row.children;
+    row.dataset.state = swarm.state;
+    setText(head.firstChild, swarm.model);
+    showBadge(state, swarm.state);
+    setText(replicas, `${swarm.replicas} of ${swarm.wanted}`);
+    setText(count, String(swarm.machines));
+    setText(speed, swarm.predicted_tokens_per_s ? number(swarm.predicted_tokens_per_s) : "–");
+    setText(reason, swarm.reason);
+  });
+  keyed(parts.machines, [...machines.keys()].sort(), machineRow, (row, peer) => {
+    const machine = machines.get(peer);
+    const [head, state, device, memory, held] = row.children;
+    row.dataset.state = machine.state;
+    setText(head.firstChild, machine.name || shortPeer(peer));
+    showBadge(state, machine.state);
+    setText(device, machine.device);
+    setText(memory, `${bytes(machine.memory_free_bytes)} of ${bytes(machine.memory_total_bytes)}`);
+    setText(held, machine.held.map(heldWords).join("; "));
+  });
+}
+
+function heldWords(held) {
+  const words = `${held.model} ${span(held.span)}, ${held.state}`;
+  return held.reason ? `${words}: ${held.reason}` : words;
+}
+
+function swarmRow() {
+  const head = el("th", el("bdi"));
+  head.scope = "row";
+  return el("tr", head, stateCell(), cell("Replicas", "n"), cell("Machines", "n"), cell("Predicted tokens/s", "n"), cell("Why"));
+}
+
+function machineRow() {
+  const head = el("th", el("bdi"));
+  head.scope = "row";
+  return el("tr", head, stateCell(), cell("Device"), cell("Memory free", "n"), cell("Holds"));
+}
+
+function showBadge(state, word) {
+  state.firstChild.className = `badge ${word}`;
+  setText(state.firstChild, word);
+}
+
 function numbers(count) {
   return Array.from({ length: count }, () => el("td.n"));
 }

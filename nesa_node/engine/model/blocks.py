@@ -6,7 +6,7 @@ T packed tokens of all rows in a step, L tokens of one row, D hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -111,6 +111,10 @@ class ModelBlocks:
     def cache_bytes_per_token(self) -> int:
         """KV cache of one token in all blocks."""
         return self._kv_heads.bytes_per_token(self.dtype) * self.num_blocks
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of the span, at any depth."""
+        return iter(self._decoder.modules())
 
     def select(self, span: Span) -> ModelBlocks:
         """Return a sub-span that shares these weights. Raises `ValueError` outside this span."""

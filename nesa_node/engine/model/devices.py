@@ -214,13 +214,14 @@ def measure_throughput(
     *,
     stop: Callable[[], bool] = bool,
     clock: Callable[[], float] = time.perf_counter,
+    time_fraction: float = 1.0,
 ) -> SpanThroughput:
     """Time single-token steps and prefills of `MAX_PREFILL_TOKENS`, to `PREFILL_DEADLINE_S`.
 
-    Tunes the number of threads first. Blocks the thread. Raises `MeasurementCancelled` before the
-    next step once `stop` returns true.
+    Tunes the number of threads first. Blocks the thread; `time_fraction` scales the deadlines.
+    Raises `MeasurementCancelled` before the next step once `stop` returns true.
     """
-    return _ThroughputMeasurement(blocks, stop, clock).throughput()
+    return _ThroughputMeasurement(blocks, stop, clock, time_fraction).throughput()
 
 
 class MeasurementCancelled(Exception):
@@ -229,9 +230,14 @@ class MeasurementCancelled(Exception):
 
 class _ThroughputMeasurement:
     def __init__(
-        self, blocks: ModelBlocks, stop: Callable[[], bool], clock: Callable[[], float]
+        self,
+        blocks: ModelBlocks,
+        stop: Callable[[], bool],
+        clock: Callable[[], float],
+        time_fraction: float,
     ) -> None:
         self._blocks, self._stop, self._clock = blocks, stop, clock
+        self._time_fraction = time_fraction
         self._began = clock()
         generator = torch.Generator().manual_seed(0)
         shape = (min(MAX_PREFILL_TOKENS, blocks.context_length // 2), blocks.hidden_size)
@@ -288,4 +294,4 @@ class _ThroughputMeasurement:
         return self._clock() - start
 
     def _is_past(self, deadline_s: float) -> bool:
-        return self._clock() - self._began >= deadline_s
+        return self._clock() - self._began >= deadline_s * self._time_fraction

@@ -246,6 +246,7 @@ def open_checkpoint(
     token: str | None = None,
     cache_dir: Path,
     max_disk_bytes: int | None = None,
+    evicts: bool = False,
     endpoint: str | None = None,
 ) -> Checkpoint:
     """Open a local folder, or a hub repository by name (its config and headers only).
@@ -270,6 +271,7 @@ def open_checkpoint(
         token=token,
         cache_dir=cache_dir,
         max_disk_bytes=max_disk_bytes,
+        evicts=evicts,
         endpoint=endpoint,
     )
 

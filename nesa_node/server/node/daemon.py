@@ -7,7 +7,13 @@ import random
 import resource
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import partial
 from typing import Any
 
@@ -33,7 +39,7 @@ from nesa_node.server.node.metrics import (
     refresh_directory,
 )
 from nesa_node.server.node.move_limiter import MoveLimiter, fill_holes
-from nesa_node.server.node.shutdown import Shutdown, stop_signals
+from nesa_node.server.node.shutdown import Shutdown, stop_on_stdin_end, stop_signals
 from nesa_node.server.node.span_choice import (
     NodeModel,
     count_blocks,
@@ -75,8 +81,8 @@ async def run_bootstrap(
     """
     check_ready_file(config.ready_file)
     sources = metric_sources or MetricRegistry()
-    with stop_signals() as stopping, suppress(_StoppedError):
-        async with _join_swarm(config, stopping) as swarm:
+    with stop_signals() as stopping, suppress(StoppedError):
+        async with join_swarm(config, stopping) as swarm:
             with (
                 ready_file(config.ready_file, ready_file_fields(swarm)),
                 sources.registered(daemon_source(swarm, "bootstrap", sources.version)),
@@ -98,8 +104,8 @@ async def run_orchestrator(
     """
     check_ready_file(config.ready_file)
     sources = metric_sources or MetricRegistry()
-    with stop_signals() as stopping, suppress(_StoppedError):
-        async with _join_swarm(config, stopping) as swarm:
+    with stop_signals() as stopping, suppress(StoppedError):
+        async with join_swarm(config, stopping) as swarm:
 
             async def plan() -> None:
                 model_id = await find_model(swarm, config.model)
@@ -121,13 +127,20 @@ async def run_node(
     *,
     metric_sources: MetricRegistry | None = None,
     side_task: SideTask | None = None,
+    while_stdin: bool = False,
 ) -> None:
     """Serve a span of a model until SIGTERM or SIGINT, then drain, withdraw and return.
+
+    With `while_stdin` the end of standard input ends it, too.
 
     `on_history` is called with the history of an orchestrator in this process. `side_task` runs
     while the node can be reached at the addresses given to it. Raises as `serve_node` does.
     """
-    with stop_signals() as stopping, suppress(_StoppedError):
+    with (
+        stop_signals() as stopping,
+        stop_on_stdin_end(stopping) if while_stdin else nullcontext(),
+        suppress(StoppedError),
+    ):
         await serve_node(
             config,
             stopping,
@@ -157,7 +170,7 @@ async def serve_node(
     # Checked before joining, so that an impossible request fails at once.
     blocks = await asyncio.to_thread(count_blocks, config, served)
     async with (
-        _join_swarm(config, stopping) as swarm,
+        join_swarm(config, stopping) as swarm,
         open_executor() as executor,
         open_scheduler(executor) as scheduler,
     ):
@@ -189,16 +202,16 @@ async def serve_node(
                     await _withdraw(swarm)
 
 
-class _StoppedError(Exception):
+class StoppedError(Exception):
     """The daemon was stopped before it joined."""
 
 
 @asynccontextmanager
-async def _join_swarm(config: PeerConfig, stopping: asyncio.Event) -> AsyncIterator[Swarm]:
+async def join_swarm(config: PeerConfig, stopping: asyncio.Event) -> AsyncIterator[Swarm]:
     """Join the swarm, retrying for `join_timeout_s` while no initial peer answers: machines of a
     swarm that start together do not listen at the same moment.
 
-    Raises `_StoppedError`, `BootstrapError` and the other errors of `open_swarm`.
+    Raises `StoppedError`, `BootstrapError` and the other errors of `open_swarm`.
     """
     _raise_file_limit()
     identity = Identity.load_or_create(config.identity_path)
@@ -226,7 +239,7 @@ async def _join_swarm(config: PeerConfig, stopping: asyncio.Event) -> AsyncItera
 
 @asynccontextmanager
 async def _cancelled_by(stopping: asyncio.Event) -> AsyncIterator[None]:
-    """Cancel the body as soon as `stopping` is set, then raise `_StoppedError`."""
+    """Cancel the body as soon as `stopping` is set, then raise `StoppedError`."""
     at_once = asyncio.get_running_loop().time()
 
     async def watch() -> None:
@@ -242,7 +255,7 @@ async def _cancelled_by(stopping: asyncio.Event) -> AsyncIterator[None]:
                 watching.cancel()
     except TimeoutError:
         if limit.expired():
-            raise _StoppedError from None
+            raise StoppedError from None
         raise
 
 

@@ -61,7 +61,7 @@ def _heading(config: PeerConfig, address: str) -> str:
 def join_command(config: PeerConfig, address: str) -> str:
     """A shell command. A private swarm's key is named by its path, never by its value."""
     model = config.model if isinstance(config, NodeConfig) else "MODEL"
-    words = ["nesa-node", "run", model, "--initial-peers", address]
+    words = ["nesa-node", "run", *filter(None, [model]), "--initial-peers", address]
     if config.swarm_key is not None:
         words += ["--swarm-key", "@PATH"]
     return shlex.join(words)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -36,6 +38,23 @@ def stop_signals() -> Iterator[asyncio.Event]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+@contextmanager
+def stop_on_stdin_end(stopping: asyncio.Event) -> Iterator[None]:
+    """Set `stopping` when standard input ends. Its content is discarded."""
+    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def read() -> None:
+        if not os.read(stdin, 4096):
+            loop.remove_reader(stdin)
+            stopping.set()
+
+    loop.add_reader(stdin, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(stdin)
 
 
 class Shutdown:

@@ -51,6 +51,7 @@ def open_node_model(config: NodeConfig) -> NodeModel:
     """
     if config.threads is not None:
         fix_threads(config.threads)
+    assert config.model is not None
     disk = None if config.max_disk_gib is None else int(config.max_disk_gib * (1 << 30))
     checkpoint = open_checkpoint(
         config.model,
@@ -58,6 +59,7 @@ def open_node_model(config: NodeConfig) -> NodeModel:
         token=secret_text(config.token),
         cache_dir=config.cache_dir,
         max_disk_bytes=disk,
+        evicts=config.evict_downloads,
     )
     device = choose_device(config.device)
     if device.type == "mps" and config.quant_type != "none":
@@ -87,11 +89,11 @@ def count_blocks(config: NodeConfig, served: NodeModel) -> int:
     nf4 cannot hold.
     """
     checkpoint = served.checkpoint
-    if config.block_indices is not None:
-        span = config.block_indices
+    if (span := config.block_indices or config.first_blocks) is not None:
         if span.end > checkpoint.num_blocks:
+            flag = "--first-blocks" if config.block_indices is None else "--block-indices"
             raise ConfigError(
-                f"--block-indices {span}: {checkpoint.name} has blocks 0:{checkpoint.num_blocks}"
+                f"{flag} {span}: {checkpoint.name} has blocks 0:{checkpoint.num_blocks}"
             )
         asked, start = len(span), span.start
     elif isinstance(config.num_blocks, int):
@@ -160,15 +162,15 @@ def count_cache_tokens(config: NodeConfig, blocks: ModelBlocks) -> int:
 async def claim_span(
     config: NodeConfig, served: NodeModel, swarm: Swarm, announcer: Announcer, *, rng: random.Random
 ) -> Span:
-    """Claim the pinned span, or the one that the swarm needs most; announced as "joining" on
-    return.
+    """Claim the span that was given, or the one that the swarm needs most; announced as "joining"
+    on return.
 
     Nodes that start at the same moment see each other's claims and give way by peer id.
     """
     blocks = await asyncio.to_thread(count_blocks, config, served)
-    if config.block_indices is not None:
-        await announcer.announce("joining", config.block_indices)
-        return config.block_indices
+    if (given := config.block_indices or config.first_blocks) is not None:
+        await announcer.announce("joining", given)
+        return given
     peer = swarm.identity.peer_id
     fetch = partial(swarm.directory.fetch, served.model_id, served.checkpoint.num_blocks)
     snapshot = await fetch()

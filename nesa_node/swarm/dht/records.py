@@ -25,6 +25,7 @@ from nesa_node.core.settings.models import MAX_RECORD_TTL_S
 from nesa_node.swarm.dht.sealing import (
     RECORD_KIND,
     STRICT,
+    Count,
     Pair,
     Statement,
     StatementBounds,
@@ -42,7 +43,6 @@ MAX_NODES_PER_MODEL = 1024
 """Planning allocates arrays of nodes by nodes: 160 MiB, and a third of a second, for 1,024."""
 
 
-Count = Annotated[int, Field(ge=0, lt=2**50)]
 Rate = Annotated[float, Field(ge=0, le=1e8)]
 CodecText = Annotated[str, Field(pattern=r"^[a-z0-9:@]{1,32}$")]
 

@@ -64,6 +64,8 @@ def max_items(length: int) -> BeforeValidator:
 Text = Annotated[str, AfterValidator(_check_printable)]
 Time = Annotated[float, Field(gt=0, lt=1e11)]
 Pair = Annotated[tuple[int, int], max_items(2)]
+Count = Annotated[int, Field(ge=0, lt=2**50)]
+Peer = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +236,6 @@ MAX_MAGNITUDE = 1e9
 
 FailureKind = Literal["refused", "stalled", "lost", "wrong", "slow"]
 
-_Peer = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]
 _Name = Annotated[str, Field(pattern=r"^[a-z0-9_.:-]{1,40}$")]
 _Gain = Annotated[float, Field(ge=-1, le=1e6)]
 _Seconds = Annotated[float, Field(ge=0, le=MAX_MAGNITUDE)]
@@ -285,7 +286,7 @@ class AnnouncedMove(BaseModel):
 
     model_config = STRICT
 
-    peer: _Peer
+    peer: Peer
     was: Pair
     to: Pair
     gain: _Gain
@@ -371,7 +372,7 @@ class ReportedFailure(BaseModel):
 
     model_config = STRICT
 
-    peer: _Peer
+    peer: Peer
     kind: FailureKind
     count: int = Field(ge=1, le=1000)
     at: Time
@@ -395,11 +396,6 @@ class FailureReport(Notice):
         if any(failure.at > self.issued_at for failure in self.failures):
             raise ValueError("a failure is yet to come")
         return self
-
-
-NOTICE_KINDS: dict[str, type[Notice]] = {
-    each.bounds.name: each for each in (Lease, PlacementNotice, FailureReport)
-}
 
 
 def notice_key(kind: type[Notice], model_id: ModelId) -> str:

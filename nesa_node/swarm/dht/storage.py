@@ -14,7 +14,8 @@ import msgspec
 
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.dht.message_codec import MAX_RECORDS_PER_CALL
-from nesa_node.swarm.dht.sealing import NOTICE_KINDS, StatementBounds, read_kind
+from nesa_node.swarm.dht.pool_notices import NOTICE_KINDS
+from nesa_node.swarm.dht.sealing import StatementBounds, read_kind
 from nesa_node.swarm.p2p.hivemind_imports import (
     DHTID,
     DHTLocalStorage,

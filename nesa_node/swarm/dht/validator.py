@@ -22,9 +22,9 @@ import msgspec
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.lru_table import LruTable
+from nesa_node.swarm.dht.pool_notices import NOTICE_KINDS
 from nesa_node.swarm.dht.records import ALL_NODES_KEY, NodeRecord, model_key
 from nesa_node.swarm.dht.sealing import (
-    NOTICE_KINDS,
     RECORD_KIND,
     Notice,
     Statement,

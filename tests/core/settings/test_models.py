@@ -178,9 +178,26 @@ def test_the_home_of_an_unknown_user_is_an_error_that_says_so(env: dict[str, str
         node(env=env)
 
 
-def test_a_node_needs_a_model() -> None:
-    with pytest.raises(ConfigError, match="MODEL is required"):
-        load_config(NodeConfig, {}, {})
+@pytest.mark.parametrize(
+    ("name", "value"), [("block_indices", "0:3"), ("num_blocks", "2"), ("api", "127.0.0.1:8000")]
+)
+def test_what_is_for_a_node_of_one_model_needs_a_model(name: str, value: str) -> None:
+    assert load_config(NodeConfig, {}, {}).model is None
+    with pytest.raises(ConfigError, match=f"{name} is for a node of one model: give MODEL, too"):
+        load_config(NodeConfig, {name: value}, {})
+
+
+@pytest.mark.parametrize("text", ["20-8", "0-24"])
+def test_hours_of_a_pool_are_two_numbers(text: str) -> None:
+    assert load_config(NodeConfig, {"pool_hours": text}, {}).pool_hours == tuple(
+        map(int, text.split("-"))
+    )
+
+
+@pytest.mark.parametrize("text", ["20", "20-25", "a-b", "1-2-3"])
+def test_other_hours_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match='two hours of the day like "20-8"'):
+        load_config(NodeConfig, {"pool_hours": text}, {})
 
 
 def test_only_one_way_to_choose_a_span_may_be_given() -> None:

@@ -11,11 +11,11 @@ from pydantic import ValidationError
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.swarm.dht.pool_notices import NOTICE_KINDS
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.swarm.dht.sealing import (
     MAX_PLACEMENT_MOVES,
     MAX_REPORTED_PEERS,
-    NOTICE_KINDS,
     AnnouncedMove,
     FailureReport,
     Lease,

@@ -1,0 +1,211 @@
+"""What this machine's device does: memory bandwidth, arithmetic and overhead by kind of weights.
+
+`python -m nesa_node.engine.model.machine_figures DEVICE THREADS|auto FOLDER` prints them as one
+line of JSON, in a process of its own, whose memory is freed. FOLDER keeps them for a day.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from filelock import FileLock
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from nesa_node.core.ids import Span
+from nesa_node.core.settings.choices import QuantType
+from nesa_node.engine.kernels.linear import FastLinear
+from nesa_node.engine.kernels.quantized_linear import QuantizedLinear
+from nesa_node.engine.kernels.threads import fix_threads
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.engine.model.devices import (
+    MAX_PREFILL_TOKENS,
+    choose_device,
+    measure_throughput,
+    release_memory,
+)
+from nesa_node.engine.model.loading import load_blocks
+from nesa_node.engine.weights.checkpoint import Checkpoint, open_folder
+from nesa_node.topology.roofline import WeightFigures
+
+WEIGHT_KINDS: tuple[tuple[str, torch.dtype, QuantType], ...] = (
+    ("bfloat16", torch.bfloat16, "none"),
+    ("float32", torch.float32, "none"),
+    ("int8", torch.bfloat16, "int8"),
+    ("nf4", torch.bfloat16, "nf4"),
+)
+"""Name, data type of activations, and quantization."""
+_HIDDEN_SIZES = {"cpu": (256, 1024), "cuda": (512, 4096)}
+"""A block so small that its overhead is what takes time, and one whose weights exceed all caches
+where two of them alternate."""
+_NUM_BLOCKS = 2
+_TIME_FRACTION = 0.4
+"""Of the time that a node takes to measure its span."""
+_PRODUCTS = 50
+MAX_FIGURES_AGE_S = 86_400.0
+_FIGURES_VERSION = 1
+"""Changes with what is measured, so that older files are not read."""
+
+
+def measure_figures(device: torch.device) -> dict[str, WeightFigures]:
+    """Measure each kind of weights that the device can hold, about a second each.
+
+    Blocks the thread. Kinds that fail (nf4 without its library) are left out.
+    """
+    small, large = _HIDDEN_SIZES["cuda" if device.type == "cuda" else "cpu"]
+    figures = {}
+    with TemporaryDirectory(prefix="nesa-figures-") as folder:
+        models = [_write_model(Path(folder) / str(size), size) for size in (small, large)]
+        for kind, dtype, quant_type in WEIGHT_KINDS:
+            with suppress(ImportError, RuntimeError, ValueError, MemoryError):
+                figures[kind] = _measure_kind(models, dtype, quant_type, device)
+    return figures
+
+
+def _measure_kind(
+    models: Sequence[Checkpoint], dtype: torch.dtype, quant_type: QuantType, device: torch.device
+) -> WeightFigures:
+    small, large = (_measure_model(model, dtype, quant_type, device) for model in models)
+    overlaps = device.type == "cuda"
+    if overlaps:
+        read_bytes_per_s, overhead_s = large.read_bytes_per_s, small.decode_s
+    else:
+        read_s = max(large.decode_s - small.decode_s, 0.1 * large.decode_s)
+        read_bytes_per_s = (large.weight_bytes - small.weight_bytes) / read_s
+        overhead_s = max(small.decode_s - small.weight_bytes / read_bytes_per_s, 0.0)
+    prefill_s = large.prefill_s if overlaps else large.prefill_s - overhead_s
+    flop = MAX_PREFILL_TOKENS * 2 * _count_parameters(models[1]) / _NUM_BLOCKS
+    return WeightFigures(
+        overhead_s, read_bytes_per_s, flop / max(prefill_s, 0.1 * large.prefill_s), overlaps
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockTimes:
+    """Bytes and seconds of one block; the rate of its largest product alone, on a GPU."""
+
+    weight_bytes: float
+    decode_s: float
+    prefill_s: float
+    read_bytes_per_s: float
+
+
+def _measure_model(
+    model: Checkpoint, dtype: torch.dtype, quant_type: QuantType, device: torch.device
+) -> _BlockTimes:
+    span = Span(0, model.num_blocks)
+    blocks = load_blocks(model, span, dtype=dtype, device=device, quant_type=quant_type)
+    throughput = measure_throughput(blocks, time_fraction=_TIME_FRACTION)
+    times = _BlockTimes(
+        blocks.weight_bytes / _NUM_BLOCKS,
+        1 / throughput.decode_tokens_per_s / _NUM_BLOCKS,
+        MAX_PREFILL_TOKENS / throughput.prefill_tokens_per_s / _NUM_BLOCKS,
+        _measure_product(blocks, device) if device.type == "cuda" else math.nan,
+    )
+    del blocks
+    release_memory()
+    return times
+
+
+@torch.inference_mode()
+def _measure_product(blocks: ModelBlocks, device: torch.device) -> float:
+    """Bytes/s of weights that one token's product reads: a step waits for the launches instead."""
+    linear = [m for m in blocks.modules() if isinstance(m, FastLinear | QuantizedLinear)]
+    layer = max(linear, key=lambda each: each.in_features * each.out_features)
+    row_1C = torch.ones(1, layer.in_features, dtype=blocks.dtype, device=device)
+    layer(row_1C)
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    for _ in range(_PRODUCTS):
+        layer(row_1C)
+    torch.cuda.synchronize(device)
+    seconds = (time.perf_counter() - started) / _PRODUCTS
+    return sum(weight.nbytes for weight in layer.parameters()) / seconds
+
+
+def _write_model(folder: Path, hidden_size: int) -> Checkpoint:
+    """A Llama of `_NUM_BLOCKS` blocks with random weights, without its ends."""
+    folder.mkdir()
+    config = LlamaConfig(
+        hidden_size=hidden_size,
+        num_hidden_layers=_NUM_BLOCKS,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=max(1, hidden_size // 256),
+        intermediate_size=hidden_size * 11 // 4,
+        vocab_size=8,
+        max_position_embeddings=1024,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    heads = max(1, hidden_size // 256) * 64
+    shapes = {
+        "self_attn.q_proj": (hidden_size, hidden_size),
+        "self_attn.k_proj": (heads, hidden_size),
+        "self_attn.v_proj": (heads, hidden_size),
+        "self_attn.o_proj": (hidden_size, hidden_size),
+        "mlp.gate_proj": (config.intermediate_size, hidden_size),
+        "mlp.up_proj": (config.intermediate_size, hidden_size),
+        "mlp.down_proj": (hidden_size, config.intermediate_size),
+    }
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"model.layers.{index}.{name}.weight": torch.empty(shape, dtype=torch.bfloat16).uniform_(
+            -0.05, 0.05, generator=generator
+        )
+        for index in range(_NUM_BLOCKS)
+        for name, shape in shapes.items()
+    }
+    ones = torch.ones(hidden_size, dtype=torch.bfloat16)
+    for index in range(_NUM_BLOCKS):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{index}.{name}.weight"] = ones.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return open_folder(folder)
+
+
+def _count_parameters(model: Checkpoint) -> int:
+    return sum(info.numel for info in model.tensors.values())
+
+
+def measure_once(device: torch.device, threads: int, folder: Path) -> dict[str, WeightFigures]:
+    """Measure, or read what was measured on this device within `MAX_FIGURES_AGE_S`.
+
+    Processes that ask at the same time wait for one measurement. The file lies in `folder`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    words = f"{name} {threads} {torch.__version__} {_FIGURES_VERSION}"
+    path = folder / f"figures-{re.sub(r'[^A-Za-z0-9]+', '-', words)}.json"
+    with FileLock(path.with_suffix(".lock")):
+        with suppress(OSError, ValueError, TypeError):
+            if time.time() - path.stat().st_mtime < MAX_FIGURES_AGE_S:
+                stored = json.loads(path.read_text("utf-8"))
+                return {kind: WeightFigures(**each) for kind, each in stored.items()}
+        figures = measure_figures(device)
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps({kind: asdict(each) for kind, each in figures.items()}))
+        draft.replace(path)
+        return figures
+
+
+def main() -> None:
+    device, threads, folder = sys.argv[1:]
+    if threads != "auto":
+        fix_threads(int(threads))
+    count = torch.get_num_threads()
+    figures = measure_once(choose_device(device), count, Path(folder))
+    print(json.dumps({kind: asdict(each) for kind, each in figures.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Spans of machines that serve nothing yet: which machines hold a model, how much, how precise.
+
+B blocks, N machines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.settings.choices import PlacementGoal, QuantType, WeightQuality
+from nesa_node.topology.roofline import BlockWork, WeightFigures
+from nesa_node.topology.snapshot import zero_runs
+
+QUANT_TYPES_OF_QUALITY: Mapping[WeightQuality, tuple[QuantType, ...]] = {
+    "exact": ("none",),
+    "high": ("none", "int8"),
+    "balanced": ("none", "int8", "nf4"),
+}
+"""Quantizations that a quality allows, most precise first."""
+HOP_S = 0.02
+"""Assumed time of a hop between machines whose round trip nothing has measured yet."""
+_MAX_CANDIDATES = 48
+_GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a model's blocks take, by quantization: bytes in memory, and work of one token.
+
+    `cache_bytes` are those of `cache_tokens` tokens in one block.
+    """
+
+    name: str
+    block_bytes: Mapping[QuantType, tuple[int, ...]]
+    work: Mapping[QuantType, tuple[BlockWork, ...]]
+    cache_tokens: int
+    cache_bytes: int
+    dtype: str = "bfloat16"
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_bytes["none"])
+
+    def held_bytes(self, span: Span, quant_type: QuantType) -> int:
+        """Bytes of a span's weights and KV cache."""
+        weights = self.block_bytes[quant_type][span.start : span.end]
+        return sum(weights) + len(span) * self.cache_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMachine:
+    """A machine as its offer describes it. `figures` are by kind: a dtype, "int8" or "nf4"."""
+
+    peer: PeerId
+    memory_bytes: int
+    figures: Mapping[str, WeightFigures]
+    quant_types: tuple[QuantType, ...] = ("none", "int8", "nf4")
+
+    def figures_for(self, shape: ModelShape, quant_type: QuantType) -> WeightFigures | None:
+        """None if the machine may not, or was not measured to, hold such weights."""
+        if quant_type not in self.quant_types:
+            return None
+        return self.figures.get(shape.dtype if quant_type == "none" else quant_type)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSpan:
+    """Blocks that a machine is to hold, and the seconds that one token is predicted to take."""
+
+    peer: PeerId
+    span: Span
+    quant_type: QuantType
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BuildPlan:
+    """Machines that hold adjacent spans, in order."""
+
+    spans: tuple[PlannedSpan, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a decode step of one sequence, `HOP_S` for each hop."""
+        return sum(each.step_s + HOP_S for each in self.spans)
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds of the slowest span: 1 / this is the throughput of many sequences."""
+        return max(each.step_s for each in self.spans)
+
+    def cost_s(self, goal: PlacementGoal) -> float:
+        return self.step_s if goal == "latency" else self.slowest_s + HOP_S * len(self.spans) / 100
+
+
+@dataclass(frozen=True, slots=True)
+class BuildShortage:
+    """Why no plan exists, and the smallest addition that would help."""
+
+    missing_bytes: int
+    advice: str
+
+
+def missing_spans(holders_B: Sequence[int], replicas: int) -> Iterator[Span]:
+    """The spans that lack a holder, for the first replica, then for the second, and so on."""
+    for replica in range(replicas):
+        yield from zero_runs([max(holders - replica, 0) for holders in holders_B])
+
+
+def plan_build(
+    shape: ModelShape,
+    span: Span,
+    machines: Sequence[PoolMachine],
+    *,
+    quality: WeightQuality = "exact",
+    goal: PlacementGoal = "latency",
+) -> BuildPlan | BuildShortage:
+    """Choose machines that together hold `span`, and their shares.
+
+    The most precise weights that `quality` allows are taken, unless only coarser ones fit or make
+    the chain shorter.
+    """
+    best: BuildPlan | None = None
+    allowed = QUANT_TYPES_OF_QUALITY[quality]
+    for quant_type in allowed:
+        plan = _plan_quantized(shape, span, machines, quant_type, goal)
+        if plan is not None and (
+            best is None
+            or (len(plan.spans) < len(best.spans) and plan.cost_s(goal) < best.cost_s(goal))
+        ):
+            best = plan
+    return best or _describe_shortage(shape, span, machines, allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    peer: PeerId
+    blocks: int
+    """That fit."""
+    block_s: float
+
+
+def _candidates(
+    shape: ModelShape, span: Span, machines: Sequence[PoolMachine], quant_type: QuantType
+) -> list[_Candidate]:
+    """Machines that hold at least one block, sized by the largest and timed by the mean block."""
+    largest = max(shape.block_bytes[quant_type][span.start : span.end]) + shape.cache_bytes
+    work = shape.work[quant_type][span.start : span.end]
+    found = []
+    for machine in machines:
+        figures = machine.figures_for(shape, quant_type)
+        blocks = min(machine.memory_bytes // largest, len(span))
+        if figures is not None and blocks:
+            block_s = sum(figures.block_s(each, 1) for each in work) / len(work)
+            found.append(_Candidate(machine.peer, int(blocks), block_s))
+    return found
+
+
+def _plan_quantized(
+    shape: ModelShape,
+    span: Span,
+    machines: Sequence[PoolMachine],
+    quant_type: QuantType,
+    goal: PlacementGoal,
+) -> BuildPlan | None:
+    """The best plan over all numbers of machines, with weights of one kind."""
+    found = _candidates(shape, span, machines, quant_type)
+    # The largest to need few hops, the fastest to need little time.
+    largest = sorted(found, key=lambda each: (-each.blocks, each.block_s, each.peer))
+    fastest = sorted(found, key=lambda each: (each.block_s, -each.blocks, each.peer))
+    half = _MAX_CANDIDATES // 2
+    few = list(dict.fromkeys((*largest[:half], *fastest[:half])))
+    if sum(each.blocks for each in few) < len(span):
+        few = found
+    few.sort(key=lambda each: (-each.blocks, each.block_s, each.peer))
+    best: BuildPlan | None = None
+    for count in range(1, len(few) + 1):
+        if sum(each.blocks for each in few[:count]) < len(span):
+            continue
+        plan = _make_plan(_choose(few, count, len(span)), span, quant_type, goal)
+        if best is None or plan.cost_s(goal) < best.cost_s(goal):
+            best = plan
+    return best
+
+
+def _choose(candidates: Sequence[_Candidate], count: int, blocks: int) -> list[_Candidate]:
+    """`count` machines with room for `blocks`, the slowest replaced while faster ones suffice.
+
+    `candidates` are ordered by room, the largest first.
+    """
+    chosen = list(candidates[:count])
+    spare = sorted(candidates[count:], key=lambda each: each.block_s)
+    for faster in spare:
+        slowest = max(chosen, key=lambda each: each.block_s)
+        room = sum(each.blocks for each in chosen) - slowest.blocks + faster.blocks
+        if faster.block_s < slowest.block_s and room >= blocks:
+            chosen[chosen.index(slowest)] = faster
+    return chosen
+
+
+def _make_plan(
+    chosen: Sequence[_Candidate], span: Span, quant_type: QuantType, goal: PlacementGoal
+) -> BuildPlan:
+    """Give each machine its share: the fastest as much as fits, or all the same time."""
+    ordered = sorted(chosen, key=lambda each: (each.block_s, each.peer))
+    shares = _fill(ordered, len(span)) if goal == "latency" else _balance(ordered, len(span))
+    spans, start = [], span.start
+    for each, share in zip(ordered, shares, strict=True):
+        if share:
+            part = Span(start, start + share)
+            spans.append(PlannedSpan(each.peer, part, quant_type, share * each.block_s))
+            start = part.end
+    return BuildPlan(tuple(spans))
+
+
+def _fill(ordered: Sequence[_Candidate], blocks: int) -> list[int]:
+    shares = []
+    for each in ordered:
+        shares.append(min(each.blocks, blocks))
+        blocks -= shares[-1]
+    return shares
+
+
+def _balance(ordered: Sequence[_Candidate], blocks: int) -> list[int]:
+    """Shares of which the slowest takes the least time, by bisection over that time."""
+
+    def shares_within(seconds: float) -> list[int]:
+        return [min(each.blocks, math.floor(seconds / each.block_s)) for each in ordered]
+
+    low, high = 0.0, blocks * max(each.block_s for each in ordered)
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(shares_within(middle)) >= blocks else (middle, high)
+    shares = shares_within(high)
+    # Of several that end at the same time, the slowest give up what is too much.
+    for index in reversed(range(len(shares))):
+        excess = sum(shares) - blocks
+        shares[index] -= min(excess, shares[index])
+    return shares
+
+
+def _describe_shortage(
+    shape: ModelShape,
+    span: Span,
+    machines: Sequence[PoolMachine],
+    allowed: Sequence[QuantType],
+) -> BuildShortage:
+    """The smallest addition: memory at the coarsest allowed weights, or a lower quality."""
+    coarsest = allowed[-1]
+    missing = _missing_bytes(shape, span, machines, coarsest)
+    advice = f"one more machine with {_format_gb(missing)} free for models"
+    for quality, quant_types in QUANT_TYPES_OF_QUALITY.items():
+        finer = [each for each in quant_types if each not in allowed]
+        if finer and not _missing_bytes(shape, span, machines, finer[-1]):
+            advice += f", or --quality {quality} ({finer[-1]})"
+            break
+    return BuildShortage(missing, advice)
+
+
+def _missing_bytes(
+    shape: ModelShape, span: Span, machines: Sequence[PoolMachine], quant_type: QuantType
+) -> int:
+    """Bytes of the blocks of `span` for which no machine has room."""
+    held = sum(each.blocks for each in _candidates(shape, span, machines, quant_type))
+    return shape.held_bytes(Span(min(span.start + held, span.end), span.end), quant_type)
+
+
+def _format_gb(count: int) -> str:
+    return f"{count / _GB:.1f} GB" if count >= _GB // 10 else f"{count / 10**6:.0f} MB"

@@ -1,0 +1,558 @@
+"""The orchestrator of a pool: builds the swarms that are asked for, of the machines on offer.
+
+Each round reads offers, requests and records, decides what each machine should hold, and publishes
+an assignment for every machine whose part changed. It keeps no state that a successor would lack:
+what machines hold is in their offers, what is wanted in the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from nesa_node.core.errors import NesaError, SwarmError
+from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.core.logging import get_logger
+from nesa_node.core.metrics import MetricRegistry
+from nesa_node.core.settings.models import OrchestratorConfig
+from nesa_node.routing.placement.building import (
+    BuildPlan,
+    BuildShortage,
+    ModelShape,
+    PoolMachine,
+    missing_spans,
+    plan_build,
+)
+from nesa_node.routing.succession import LeaseTerms
+from nesa_node.server.node.daemon import StoppedError, join_swarm
+from nesa_node.server.node.invitation import check_ready_file, ready_file, ready_file_fields
+from nesa_node.server.node.metrics import daemon_source
+from nesa_node.server.node.shutdown import Shutdown, stop_signals
+from nesa_node.server.orchestrator.launch import LEASE_GRACE_FRACTION, OnHistory, orchestrate
+from nesa_node.server.pool.models import describe_model, open_pool_model
+from nesa_node.swarm.dht.pool_notices import (
+    MAX_HELD_MODELS,
+    MAX_LISTED_SWARMS,
+    POOL,
+    AssignedSpan,
+    BuildRequest,
+    HeldModel,
+    MachineAssignment,
+    Offer,
+    PoolStatus,
+    SwarmState,
+    SwarmStatus,
+    WantedSwarm,
+    assignment_topic,
+)
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.notice_store import LeaseEligibility, LeaseKeeper
+from nesa_node.topology.snapshot import count_span_holders
+
+log = get_logger(__name__)
+
+ROUND_S = 4.0
+STATUS_TTL_S = 60.0
+ASSIGNMENT_TTL_S = 1800.0
+RENEW_ASSIGNMENT_S = 600.0
+REFUSE_AFTER_S = 10.0
+"""Time for which a request waits for offers that this orchestrator has not read yet."""
+DESCRIBE_RETRY_S = 60.0
+AVOID_S = 600.0
+"""Time for which a machine that refused a model, or failed to hold it, is not asked again."""
+START_TIMEOUT_S = 180.0
+"""Time that an assigned machine has to show the model in its offer, before it counts as lost."""
+ONLY_MODEL_INTERVAL_S = 10.0
+BUSY_LOAD = 0.7
+IDLE_LOAD = 0.15
+"""Mean load of a swarm's nodes above which it gets a replica, below which it gives one back."""
+DEMAND_ROUNDS = 3
+"""Rounds in a row that must agree before a replica is added or given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    shape: ModelShape
+    model_id: ModelId
+
+
+@dataclass(slots=True)
+class _Demand:
+    """Replicas that a swarm's load asks for, and for how many rounds it has."""
+
+    replicas: int
+    rounds_busy: int = 0
+    rounds_idle: int = 0
+    load: float = 0.0
+
+
+@dataclass(slots=True)
+class _Round:
+    """What one round sees and decides; `assigned` is by machine and model."""
+
+    offers: dict[PeerId, Offer]
+    wanted: dict[str, WantedSwarm]
+    assigned: dict[PeerId, dict[str, AssignedSpan]]
+    reasons: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    plans: dict[str, BuildPlan] = field(default_factory=dict)
+
+
+async def run_pool_orchestrator(
+    config: OrchestratorConfig,
+    on_history: OnHistory | None = None,
+    *,
+    metric_sources: MetricRegistry | None = None,
+) -> None:
+    """Build the swarms that are asked for until SIGTERM or SIGINT.
+
+    `on_history` is called with the history of each swarm that is planned for. Raises `SwarmError`
+    and `ConfigError`.
+    """
+    check_ready_file(config.ready_file)
+    sources = metric_sources or MetricRegistry()
+    with stop_signals() as stopping, suppress(StoppedError):
+        async with join_swarm(config, stopping) as swarm:
+            with (
+                ready_file(config.ready_file, ready_file_fields(swarm)),
+                sources.registered(daemon_source(swarm, "orchestrator", sources.version)),
+            ):
+                work = run_builder(config, swarm, on_history, metric_sources=metric_sources)
+                await Shutdown(stopping, swarm.transport).run_until_shutdown(work)
+
+
+async def run_builder(
+    config: OrchestratorConfig,
+    swarm: Swarm,
+    on_history: OnHistory | None = None,
+    *,
+    metric_sources: MetricRegistry | None = None,
+) -> None:
+    """Compete for the pool's lease and build swarms while holding it, until cancelled."""
+    builder = PoolBuilder(config, swarm, on_history, metric_sources)
+    try:
+        await builder.run()
+    finally:
+        await builder.close()
+
+
+class PoolBuilder:
+    """Decides which machine of the pool holds what."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        swarm: Swarm,
+        on_history: OnHistory | None = None,
+        metric_sources: MetricRegistry | None = None,
+    ) -> None:
+        self._on_history = on_history
+        own = swarm.identity.peer_id
+        self._config, self._swarm, self._metric_sources = config, swarm, metric_sources
+        allowed = (*config.allow_orchestrators, own) if config.allow_orchestrators else ()
+        self._lease = LeaseKeeper(
+            swarm.notices,
+            own,
+            POOL,
+            clock=time.time,
+            eligibility=LeaseEligibility(frozenset(allowed)),
+            terms=LeaseTerms(config.lease_ttl_s, config.lease_ttl_s * LEASE_GRACE_FRACTION),
+        )
+        self._creators = frozenset((own, *config.allow_creators))
+        swarm.notices.pin_signers(self._creators)
+        self._models: dict[str, _Model] = {}
+        self._model_errors: dict[str, tuple[str, float]] = {}
+        self._published: dict[PeerId, tuple[tuple[AssignedSpan, ...], float]] = {}
+        self._assigned_at: dict[tuple[PeerId, str], float] = {}
+        self._avoided_until: dict[tuple[PeerId, str], float] = {}
+        """Machines that refused a model or failed to hold it, and until when it is not tried."""
+        self._demand: dict[str, _Demand] = {}
+        self._predicted: dict[str, float] = {}
+        self._wanted_since: dict[str, float] = {}
+        self._only_model: set[ModelId] = set()
+        self._next_lookup = 0.0
+        self._planners: dict[ModelId, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Run rounds until cancelled; errors are logged."""
+        log.info("pool_orchestrator_ready", creators=sorted(self._creators))
+        next_lease = 0.0
+        while True:
+            try:
+                if time.monotonic() >= next_lease:
+                    await self._lease.step()
+                    next_lease = time.monotonic() + self._lease.terms.ttl_s / 4
+                round_ = await self._run_round() if self._lease.is_leader else None
+                await self._plan_placements(round_)
+            except (SwarmError, OSError) as error:
+                log.warning("pool_not_planned", reason=str(error))
+            except Exception:  # a bug: one bad notice must not stop this loop
+                log.exception("pool_not_planned")
+            await asyncio.sleep(ROUND_S)
+
+    async def close(self) -> None:
+        """Stop planning, and release the lease."""
+        for task in self._planners.values():
+            task.cancel()
+        await asyncio.gather(*self._planners.values(), return_exceptions=True)
+        try:
+            async with asyncio.timeout(5.0):
+                await self._lease.release()
+        except (TimeoutError, SwarmError, OSError) as error:
+            log.warning("lease_not_released", reason=str(error) or "no DHT member answered")
+
+    async def _run_round(self) -> _Round:
+        round_ = await self._read()
+        await self._describe_models(round_)
+        await self._measure_demand(round_)
+        self._release_unwanted(round_)
+        self._fill(round_)
+        await self._publish_assignments(round_)
+        await self._publish_status(round_)
+        return round_
+
+    async def _read(self) -> _Round:
+        notices = self._swarm.notices
+        offers = {
+            each.signer: each for each in await notices.fetch(Offer, POOL) if self._may_use(each)
+        }
+        requests = [
+            each
+            for each in await notices.fetch(BuildRequest, POOL)
+            if each.signer in self._creators
+        ]
+        now = time.time()
+        wanted: dict[str, WantedSwarm] = {}
+        for request in sorted(requests, key=lambda each: (each.issued_at, each.peer_id)):
+            for swarm in request.swarms:
+                if swarm.until > now:
+                    wanted[swarm.model] = swarm
+        assigned = {peer: self._present_assignment(peer, offer) for peer, offer in offers.items()}
+        self._published = {peer: each for peer, each in self._published.items() if peer in offers}
+        since = self._wanted_since
+        self._wanted_since = {name: since.get(name, time.monotonic()) for name in wanted}
+        return _Round(offers, wanted, assigned)
+
+    def _may_use(self, offer: Offer) -> bool:
+        return not offer.obeys or self._swarm.identity.peer_id in offer.obeys
+
+    def _present_assignment(self, peer: PeerId, offer: Offer) -> dict[str, AssignedSpan]:
+        """What a machine was told to hold, or holds by its offer if that was a predecessor's word.
+
+        A machine that refused, failed, or never began is not counted on.
+        """
+        held = {each.model: each for each in offer.held}
+        for each in offer.held:
+            if each.state in ("refused", "failed"):
+                self._avoided_until[peer, each.model] = time.monotonic() + AVOID_S
+        if peer not in self._published:
+            kept = [each for each in offer.held if each.state in ("loading", "serving")]
+            spans = tuple(map(self._as_assigned, kept))
+            self._published[peer] = spans, -math.inf
+            return {span.model: span for span in spans}
+        present = {}
+        for span in self._published[peer][0]:
+            shown = held.get(span.model)
+            age_s = time.monotonic() - self._assigned_at.get((peer, span.model), -math.inf)
+            if shown is None and age_s < START_TIMEOUT_S:
+                present[span.model] = span
+            elif shown is not None and shown.state in ("loading", "serving", "leaving"):
+                # The swarm's own orchestrator may have moved it.
+                present[span.model] = span.model_copy(update={"span": shown.span})
+        return present
+
+    def _as_assigned(self, held: HeldModel) -> AssignedSpan:
+        model = self._models.get(held.model)
+        tokens = 8192 if model is None else model.shape.cache_tokens
+        return AssignedSpan(
+            model=held.model, span=held.span, quant_type=held.quant_type, cache_tokens=tokens
+        )
+
+    async def _describe_models(self, round_: _Round) -> None:
+        """Open the wanted models' configs and headers, once each."""
+        for name in round_.wanted:
+            error = self._model_errors.get(name)
+            if error is not None and time.monotonic() < error[1]:
+                round_.refused.add(name)
+                round_.reasons[name] = error[0]
+            elif name not in self._models:
+                try:
+                    self._models[name] = await asyncio.to_thread(self._describe, name)
+                    self._model_errors.pop(name, None)
+                except (NesaError, OSError) as problem:
+                    reason = str(problem)
+                    self._model_errors[name] = reason, time.monotonic() + DESCRIBE_RETRY_S
+                    round_.refused.add(name)
+                    round_.reasons[name] = reason
+                    log.warning("model_not_described", model=name, reason=reason)
+
+    def _describe(self, name: str) -> _Model:
+        return _Model(*describe_model(open_pool_model(name, self._config)))
+
+    async def _measure_demand(self, round_: _Round) -> None:
+        """Adapt the wanted replicas of each swarm to its load, within its limits."""
+        for name, wanted in round_.wanted.items():
+            demand = self._demand.setdefault(name, _Demand(wanted.replicas))
+            demand.replicas = min(max(demand.replicas, wanted.replicas), wanted.max_replicas)
+            model = self._models.get(name)
+            if model is None or wanted.max_replicas == wanted.replicas:
+                continue
+            snapshot = await self._swarm.directory.fetch(
+                model.model_id, model.shape.num_blocks, reports=False
+            )
+            if not snapshot.nodes:
+                continue
+            demand.load = sum(node.load for node in snapshot.nodes) / len(snapshot.nodes)
+            demand.rounds_busy = demand.rounds_busy + 1 if demand.load > BUSY_LOAD else 0
+            demand.rounds_idle = demand.rounds_idle + 1 if demand.load < IDLE_LOAD else 0
+            if demand.rounds_busy >= DEMAND_ROUNDS and demand.replicas < wanted.max_replicas:
+                demand.replicas, demand.rounds_busy = demand.replicas + 1, 0
+                log.info("replica_wanted", model=name, load=round(demand.load, 2))
+            elif demand.rounds_idle >= DEMAND_ROUNDS and demand.replicas > wanted.replicas:
+                demand.replicas, demand.rounds_idle = demand.replicas - 1, 0
+                log.info("replica_given_back", model=name, load=round(demand.load, 2))
+        self._demand = {name: each for name, each in self._demand.items() if name in round_.wanted}
+
+    def _release_unwanted(self, round_: _Round) -> None:
+        """Release machines of removed swarms, and of those that have more replicas than wanted."""
+        for spans in round_.assigned.values():
+            for name in [name for name in spans if name not in round_.wanted]:
+                del spans[name]
+        for name in round_.wanted:
+            model = self._models.get(name)
+            if model is not None:
+                while (peer := self._superfluous(round_, name, model)) is not None:
+                    del round_.assigned[peer][name]
+                    log.info("machine_released", model=name, machine=peer)
+
+    def _superfluous(self, round_: _Round, name: str, model: _Model) -> PeerId | None:
+        """A machine without which each block still has the wanted replicas: the smallest such."""
+        holders = self._holders(round_, name)
+        counts = count_span_holders(
+            ((span.start, span.end) for span in holders.values()), model.shape.num_blocks
+        )
+        replicas = self._demand[name].replicas
+        spare = [
+            (len(span), peer)
+            for peer, span in holders.items()
+            if min(counts[span.start : span.end], default=0) > replicas
+        ]
+        return min(spare)[1] if spare else None
+
+    @staticmethod
+    def _holders(round_: _Round, name: str) -> dict[PeerId, Span]:
+        return {
+            peer: spans[name].blocks for peer, spans in round_.assigned.items() if name in spans
+        }
+
+    def _fill(self, round_: _Round) -> None:
+        """Give spans that lack holders to machines with room: holes, then further replicas."""
+        for replica in range(1, 1 + max((d.replicas for d in self._demand.values()), default=0)):
+            for name, wanted in round_.wanted.items():
+                if name in self._models and replica <= self._demand[name].replicas:
+                    self._fill_replica(round_, wanted, replica)
+
+    def _fill_replica(self, round_: _Round, wanted: WantedSwarm, replica: int) -> None:
+        name, model = wanted.model, self._models[wanted.model]
+        holders = self._holders(round_, name)
+        counts = count_span_holders(
+            ((span.start, span.end) for span in holders.values()), model.shape.num_blocks
+        )
+        for span in missing_spans(counts, replica):
+            machines = self._machines_for(round_, name)
+            plan = plan_build(model.shape, span, machines, quality=wanted.quality, goal=wanted.goal)
+            if isinstance(plan, BuildShortage):
+                self._explain_shortage(round_, wanted, replica, plan, machines)
+                return
+            for each in plan.spans:
+                round_.assigned[each.peer][name] = AssignedSpan(
+                    model=name,
+                    span=(each.span.start, each.span.end),
+                    quant_type=each.quant_type,
+                    dtype=model.shape.dtype,
+                    cache_tokens=model.shape.cache_tokens,
+                )
+                self._assigned_at[each.peer, name] = time.monotonic()
+            log.info(
+                "span_assigned",
+                model=name,
+                span=str(span),
+                machines=[f"{each.peer[-8:]} {each.span} {each.quant_type}" for each in plan.spans],
+                predicted_tokens_per_s=round(1 / plan.step_s, 1),
+            )
+            if len(span) == model.shape.num_blocks:
+                self._predicted[name] = 1 / plan.step_s
+
+    def _machines_for(self, round_: _Round, name: str) -> list[PoolMachine]:
+        """Machines that may hold the model and do not yet, with their free memory."""
+        machines, now = [], time.monotonic()
+        for peer, offer in round_.offers.items():
+            held = round_.assigned[peer]
+            shown = {each.model: each.state for each in offer.held}
+            if (
+                name in held
+                or name in shown
+                or now < self._avoided_until.get((peer, name), 0.0)
+                or len(held) >= MAX_HELD_MODELS
+                or not any(fnmatchcase(name, pattern) for pattern in offer.models)
+            ):
+                continue
+            figures = {kind: each.weight_figures() for kind, each in offer.figures.items()}
+            room = self._free_bytes(offer, held)
+            machines.append(PoolMachine(peer, room, figures, offer.quant_types))
+        return machines
+
+    def _free_bytes(self, offer: Offer, held: Mapping[str, AssignedSpan]) -> int:
+        """What is allowed less all that is held, and what is free less what still loads."""
+        taken, loading = 0, 0
+        serving = {each.model for each in offer.held if each.state == "serving"}
+        for name, span in held.items():
+            model = self._models.get(name)
+            if model is None:
+                return 0
+            size = model.shape.held_bytes(span.blocks, span.quant_type)
+            taken += size
+            loading += 0 if name in serving else size
+        return max(0, min(offer.memory_total_bytes - taken, offer.memory_free_bytes - loading))
+
+    def _explain_shortage(
+        self,
+        round_: _Round,
+        wanted: WantedSwarm,
+        replica: int,
+        shortage: BuildShortage,
+        machines: Sequence[PoolMachine],
+    ) -> None:
+        name = wanted.model
+        refusals = {
+            each.reason
+            for offer in round_.offers.values()
+            for each in offer.held
+            if each.model == name and each.reason
+        }
+        if not round_.offers:
+            round_.reasons.setdefault(name, "no machine is on offer yet")
+            return
+        if not machines and refusals:
+            reason = f"all machines refuse: {'; '.join(sorted(refusals))}"
+        elif not machines and not self._holders(round_, name):
+            reason = f"none of {len(round_.offers)} machines on offer may hold {name}"
+        else:
+            reason = f"it does not fit: {shortage.advice}"
+        if replica > 1:
+            reason = f"replica {replica}: {reason}"
+        elif time.monotonic() - self._wanted_since[name] >= REFUSE_AFTER_S:
+            round_.refused.add(name)
+        round_.reasons.setdefault(name, reason[:240])
+
+    async def _publish_assignments(self, round_: _Round) -> None:
+        now = time.monotonic()
+        for peer, spans in round_.assigned.items():
+            wanted = tuple(sorted(spans.values(), key=lambda each: each.model))
+            before, at = self._published[peer]
+            same = _parts(before) == _parts(wanted)
+            if same and (now - at < RENEW_ASSIGNMENT_S or not wanted):
+                continue
+            await self._swarm.notices.publish(
+                MachineAssignment,
+                assignment_topic(peer),
+                epoch=self._lease.epoch,
+                ttl_s=ASSIGNMENT_TTL_S,
+                spans=wanted,
+            )
+            self._published[peer] = wanted, now
+
+    async def _publish_status(self, round_: _Round) -> None:
+        swarms = [self._describe_swarm(round_, each) for each in round_.wanted.values()]
+        leaving = {
+            each.model
+            for offer in round_.offers.values()
+            for each in offer.held
+            if each.model not in round_.wanted and each.state != "refused"
+        }
+        swarms += [
+            SwarmStatus(model=name, state="removing", replicas=0, wanted=0, machines=0)
+            for name in sorted(leaving)
+        ]
+        await self._swarm.notices.publish(
+            PoolStatus,
+            POOL,
+            ttl_s=STATUS_TTL_S,
+            creators=tuple(sorted(self._creators))[:16],
+            machines=len(round_.offers),
+            free_machines=sum(not spans for spans in round_.assigned.values()),
+            swarms=tuple(swarms[:MAX_LISTED_SWARMS]),
+        )
+
+    def _describe_swarm(self, round_: _Round, wanted: WantedSwarm) -> SwarmStatus:
+        name, model = wanted.model, self._models.get(wanted.model)
+        holders = self._holders(round_, name)
+        serving: dict[PeerId, Span] = {}
+        for peer, offer in round_.offers.items():
+            for each in offer.held:
+                if each.model == name and each.state == "serving":
+                    serving[peer] = each.blocks
+        replicas = 0
+        if model is not None:
+            counts = count_span_holders(
+                ((span.start, span.end) for span in serving.values()), model.shape.num_blocks
+            )
+            replicas = min(counts)
+        state: SwarmState = "building"
+        reason = round_.reasons.get(name, "")
+        if replicas:
+            state = "serving"
+        elif name in round_.refused:
+            state = "refused"
+        elif not reason:
+            reason = f"{len(serving)} of {len(holders)} machines serve"
+        return SwarmStatus(
+            model=name,
+            state=state,
+            replicas=replicas,
+            wanted=self._demand[name].replicas,
+            machines=len(holders),
+            model_id="" if model is None else model.model_id,
+            predicted_tokens_per_s=self._predicted.get(name, 0.0),
+            reason="".join(char for char in reason if char.isprintable())[:240],
+        )
+
+    async def _find_only_model(self) -> set[ModelId]:
+        """The model that is served, if it is only one; looked up now and then."""
+        if time.monotonic() >= self._next_lookup:
+            self._next_lookup = time.monotonic() + ONLY_MODEL_INTERVAL_S
+            records = await self._swarm.directory.fetch_all()
+            served = {ModelId(record.model_id) for record in records}
+            self._only_model = served if len(served) == 1 else set()
+        return self._only_model
+
+    async def _plan_placements(self, round_: _Round | None) -> None:
+        """Plan the placement of each built swarm, without any of the only model that is served."""
+        wanted = () if round_ is None else round_.wanted
+        built = {self._models[name].model_id for name in wanted if name in self._models}
+        if not wanted:
+            built = await self._find_only_model()
+        for model_id in list(self._planners):
+            if model_id not in built or self._planners[model_id].done():
+                self._planners.pop(model_id).cancel()
+        for model_id in built - self._planners.keys():
+            self._planners[model_id] = asyncio.create_task(
+                orchestrate(
+                    self._config,
+                    self._swarm,
+                    model_id,
+                    on_history=self._on_history,
+                    metric_sources=self._metric_sources,
+                ),
+                name=f"orchestrator of {model_id}",
+            )
+
+
+def _parts(spans: Sequence[AssignedSpan]) -> frozenset[tuple[str, str]]:
+    """What makes an assignment another one: a moved span does not."""
+    return frozenset((each.model, each.quant_type) for each in spans)

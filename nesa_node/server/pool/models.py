@@ -1,0 +1,87 @@
+"""Models by the names that a pool uses, and what their blocks take in memory and work."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from nesa_node.compression.tensors import DTYPE_NAMES
+from nesa_node.core.errors import ModelNotFoundError, UnsupportedModelError
+from nesa_node.core.ids import ModelId, is_model_name
+from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.settings.declaration import secret_text
+from nesa_node.core.settings.models import SharedConfig
+from nesa_node.engine.model.devices import cache_bytes_per_token, compute_block_bytes
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
+from nesa_node.engine.weights.demo_model import DEMO_MODEL_NAME, demo_model_path
+from nesa_node.engine.weights.hub import open_checkpoint
+from nesa_node.routing.placement.building import ModelShape
+from nesa_node.topology.roofline import BlockWork
+
+QUANT_TYPES: tuple[QuantType, ...] = ("none", "int8", "nf4")
+PLANNED_CACHE_TOKENS = 8192
+"""Room of the KV cache that is planned for each span."""
+
+
+def locate_model(name: str, cache_dir: Path) -> str:
+    """The folder under `cache_dir` that has the model's name, else the name, for the hub.
+
+    The demo model is converted if it is not there yet. Blocks the thread. Raises
+    `ModelNotFoundError` for what cannot be a name, such as a path.
+    """
+    if not is_model_name(name):
+        raise ModelNotFoundError(
+            f"{name!r:.140} is no name of a model; give one of the hub, such as "
+            "HuggingFaceTB/SmolLM2-135M-Instruct, or of a folder in every machine's --cache-dir"
+        )
+    if name == DEMO_MODEL_NAME:
+        return str(demo_model_path(cache_dir))
+    folder = cache_dir / name
+    return str(folder) if (folder / "config.json").is_file() else name
+
+
+def open_pool_model(name: str, config: SharedConfig) -> Checkpoint:
+    """Open a model's config and headers, without weights. Raises as `open_checkpoint` does."""
+    return open_checkpoint(
+        locate_model(name, config.cache_dir),
+        token=secret_text(config.token),
+        cache_dir=config.cache_dir,
+    )
+
+
+def describe_model(checkpoint: Checkpoint) -> tuple[ModelShape, ModelId]:
+    """What the blocks of a model take, and its id. Blocks the thread.
+
+    Quantizations that cannot hold the model are left out. Raises as `compute_block_bytes` does.
+    """
+    dtype = checkpoint.resolve_dtype("auto")
+    sizes: dict[QuantType, tuple[int, ...]] = {"none": compute_block_bytes(checkpoint, dtype)}
+    for quant_type in QUANT_TYPES[1:]:
+        with suppress(UnsupportedModelError):
+            sizes[quant_type] = compute_block_bytes(checkpoint, dtype, quant_type)
+    active = _active_fraction(checkpoint)
+    work = {
+        quant_type: tuple(
+            BlockWork(active * size, active * 2 * plain / dtype.itemsize)
+            for size, plain in zip(block_bytes, sizes["none"], strict=True)
+        )
+        for quant_type, block_bytes in sizes.items()
+    }
+    cache_tokens = min(PLANNED_CACHE_TOKENS, 4 * checkpoint.context_length)
+    shape = ModelShape(
+        checkpoint.name,
+        sizes,
+        work,
+        cache_tokens,
+        cache_tokens * cache_bytes_per_token(checkpoint, dtype),
+        DTYPE_NAMES[dtype],
+    )
+    return shape, compute_model_id(checkpoint)
+
+
+def _active_fraction(checkpoint: Checkpoint) -> float:
+    """Share of a block's weights that one token uses: a mixture chooses few of its experts."""
+    config = checkpoint.config
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    used = getattr(config, "num_experts_per_tok", None)
+    return used / experts if experts and used else 1.0

@@ -1,0 +1,176 @@
+"""Requests for swarms, as clients make them, and the pool as clients see it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from nesa_node.core.errors import ConfigError, SwarmError
+from nesa_node.core.settings.choices import PlacementGoal, WeightQuality
+from nesa_node.swarm.dht.pool_notices import (
+    MAX_WANTED_SWARMS,
+    POOL,
+    REQUEST_MAX_TTL_S,
+    BuildRequest,
+    Offer,
+    PoolStatus,
+    SwarmStatus,
+    WantedSwarm,
+)
+from nesa_node.swarm.notice_store import NoticeStore
+from nesa_node.swarm.p2p.identity import Identity
+
+_MIN_TTL_S = 60.0
+
+
+def status_line(status: SwarmStatus) -> str:
+    """A line for people: state, replicas, machines, prediction, reason."""
+    words = f"{status.model}: {status.state}, {status.replicas} of {status.wanted} replicas"
+    words += f" on {status.machines} machines" if status.machines != 1 else " on 1 machine"
+    if status.predicted_tokens_per_s:
+        words += f", {status.predicted_tokens_per_s:.1f} tokens/s predicted"
+    return f"{words}; {status.reason}" if status.reason else words
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """What clients know of a pool: orchestrators' statuses, newest first, and offers."""
+
+    statuses: tuple[PoolStatus, ...]
+    offers: tuple[Offer, ...]
+
+    @property
+    def swarms(self) -> tuple[SwarmStatus, ...]:
+        return tuple(each for status in self.statuses for each in status.swarms)
+
+    def of_model(self, model: str) -> PoolView:
+        """The part that concerns a model. Raises `SwarmError` where it was not asked for."""
+        statuses = tuple(
+            status.model_copy(
+                update={"swarms": tuple(each for each in status.swarms if each.model == model)}
+            )
+            for status in self.statuses
+        )
+        offers = tuple(
+            offer for offer in self.offers if any(each.model == model for each in offer.held)
+        )
+        view = PoolView(statuses, offers)
+        if not view.swarms and not offers:
+            raise SwarmError(f"{model}: no such swarm was asked for; `nesa-node swarm list`")
+        return view
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "swarms": [each.model_dump(mode="json") for each in self.swarms],
+            "machines": [
+                {"peer_id": offer.peer_id}
+                | offer.model_dump(
+                    mode="json", exclude={"model_id", "peer_id", "epoch", "seq", "issued_at"}
+                )
+                for offer in self.offers
+            ],
+        }
+
+
+class PoolClient:
+    """Publishes what an identity wants, and reads what became of it."""
+
+    def __init__(self, notices: NoticeStore, identity: Identity) -> None:
+        self._reader = notices
+        self._notices = notices.signed_by(identity)
+        self._identity = identity
+
+    async def request(
+        self,
+        model: str,
+        *,
+        replicas: int = 1,
+        max_replicas: int | None = None,
+        quality: WeightQuality = "exact",
+        goal: PlacementGoal = "latency",
+        until: float,
+    ) -> None:
+        """Ask for a swarm, in place of this identity's earlier request for the model.
+
+        `until` is in seconds since the epoch. Raises `SwarmError` where no orchestrator would read
+        it, `ConfigError` where too many are asked for.
+        """
+        await self._require_permission()
+        wanted = WantedSwarm(
+            model=model,
+            replicas=replicas,
+            max_replicas=max_replicas or replicas,
+            quality=quality,
+            goal=goal,
+            until=until,
+        )
+        others = [each for each in await self._wanted() if each.model != model]
+        if len(others) >= MAX_WANTED_SWARMS:
+            raise ConfigError(
+                f"{MAX_WANTED_SWARMS} swarms are asked for already; `nesa-node swarm remove` one"
+            )
+        await self._publish([*others, wanted])
+
+    async def scale(self, model: str, replicas: int, max_replicas: int) -> None:
+        """Change the replicas of a swarm. Raises `SwarmError` where it was not asked for."""
+        await self._require_permission()
+        wanted = await self._wanted()
+        if all(each.model != model for each in wanted):
+            raise SwarmError(self._not_asked(model))
+        change = {"replicas": replicas, "max_replicas": max_replicas}
+        await self._publish(
+            [each.model_copy(update=change) if each.model == model else each for each in wanted]
+        )
+
+    async def remove(self, model: str) -> None:
+        """Withdraw the request for a model. Raises `SwarmError` where there is none."""
+        await self._require_permission()
+        wanted = await self._wanted()
+        if all(each.model != model for each in wanted):
+            raise SwarmError(self._not_asked(model))
+        await self._publish([each for each in wanted if each.model != model])
+
+    async def status(self, model: str) -> SwarmStatus | None:
+        """What the orchestrators say of a model; None where none has read the request yet."""
+        swarms = PoolView(tuple(await self._statuses()), ()).swarms
+        return next((each for each in swarms if each.model == model), None)
+
+    async def view(self) -> PoolView:
+        statuses = await self._statuses()
+        offers = await self._reader.fetch(Offer, POOL)
+        return PoolView(tuple(statuses), tuple(sorted(offers, key=lambda each: each.peer_id)))
+
+    async def _statuses(self) -> list[PoolStatus]:
+        found = await self._reader.fetch(PoolStatus, POOL)
+        return sorted(found, key=lambda each: -each.issued_at)
+
+    async def _require_permission(self) -> None:
+        """Raise `SwarmError` where no orchestrator builds, or none does for this identity."""
+        statuses = await self._statuses()
+        if not statuses:
+            raise SwarmError(
+                "no orchestrator builds swarms here; start one with `nesa-node orchestrate`"
+            )
+        own = self._identity.peer_id
+        if not any(own in status.creators for status in statuses):
+            raise SwarmError(
+                f"the orchestrator {statuses[0].peer_id} does not build for this identity; its "
+                f"operator can allow it: --allow-creators {own}"
+            )
+
+    async def _wanted(self) -> list[WantedSwarm]:
+        """What this identity has asked for so far."""
+        found = await self._reader.fetch(BuildRequest, POOL)
+        own = next((each for each in found if each.peer_id == self._identity.peer_id), None)
+        now = time.time()
+        return [] if own is None else [each for each in own.swarms if each.until > now]
+
+    async def _publish(self, wanted: list[WantedSwarm]) -> None:
+        last = max((each.until for each in wanted), default=0.0)
+        ttl_s = min(max(last - time.time(), _MIN_TTL_S), REQUEST_MAX_TTL_S - 1)
+        await self._reader.fetch(BuildRequest, POOL)
+        await self._notices.publish(BuildRequest, POOL, ttl_s=ttl_s, swarms=tuple(wanted))
+
+    def _not_asked(self, model: str) -> str:
+        return f"{model}: not asked for by this identity ({self._identity.peer_id})"
