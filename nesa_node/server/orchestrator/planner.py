@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from nesa_node.topology.changes.triggers import (
     ConnectivitySnapshot,
     Sensitivity,
     Trigger,
+    TriggerName,
     make_connectivity,
 )
 from nesa_node.topology.shape.merge_tree import round_trip_filtration
@@ -135,13 +136,18 @@ REPLICAS = 2
 SPREAD_LOOKS = 3
 """Further snapshots in a row in which moves must spread holders before they are made: round trips,
 and with them failure domains, vary."""
+PLAN_INTERVAL_S = 600.0
+"""Seconds after which a full plan is made without any cause."""
+PLAN_TRIGGERS: frozenset[TriggerName] = frozenset(get_args(TriggerName)) - {"plan"}
+"""Triggers that ask for a full plan; "plan" judges one that is pending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementDecision:
     """What to publish: nothing if there are no `moves`; then `reason` says why nothing moves.
 
-    `planned` and `triggers` are for explanations only: the cost of the moves, and the changes seen.
+    `planned`, `triggers` and `planning` are for explanations only: the cost of the moves, the
+    changes seen, and why a full plan was or was not made.
     """
 
     moves: tuple[AnnouncedMove, ...] = ()
@@ -158,6 +164,54 @@ class PlacementDecision:
     schema_name: str | None = None
     planned: RebalancePlan | None = None
     triggers: tuple[Trigger, ...] = ()
+    planning: str = ""
+
+
+HeldSpans = frozenset[tuple[PeerId, Span]]
+
+
+def held_spans(snapshot: Snapshot) -> HeldSpans:
+    """The spans of serving and joining nodes."""
+    return frozenset((node.peer_id, node.span) for node in (*snapshot.nodes, *snapshot.joining))
+
+
+@dataclass(frozen=True, slots=True)
+class LastPlan:
+    """The last full plan: when and from which spans it was made, and the decision that stands.
+
+    `decision` is newer than the plan where moves had to be confirmed.
+    """
+
+    at: float
+    num_blocks: int
+    held: HeldSpans
+    decision: PlacementDecision
+
+    def why_replan(
+        self,
+        snapshot: Snapshot,
+        report: ChangeReport,
+        *,
+        replicas: int,
+        interval_s: float = PLAN_INTERVAL_S,
+        triggers: frozenset[TriggerName] = PLAN_TRIGGERS,
+    ) -> str:
+        """Why a full plan is due on `snapshot`; empty if the last decision stands."""
+        if snapshot.num_blocks != self.num_blocks:
+            return "the model has another number of blocks"
+        holders_B = _holdings(snapshot).holders_B
+        if 0 in holders_B:
+            return "blocks have no holder"
+        if min(holders_B) < replicas and held_spans(snapshot) != self.held:
+            return "replicas are missing, and spans have changed"
+        if fired := [name for name in report.fired if name in triggers]:
+            return f"triggers fired: {', '.join(fired)}"
+        moves = self.decision.moves
+        if moves and not any(is_applicable(snapshot, move) for move in moves):
+            return "no node is left that should move"
+        if not 0.0 <= snapshot.taken_at - self.at < interval_s:
+            return f"the last plan is {snapshot.taken_at - self.at:.0f} s old"
+        return ""
 
 
 class PlacementPlanner(Protocol):
@@ -170,7 +224,8 @@ class Rebalancer:
     where a plan stays better for a while.
 
     The best of many plans on one noisy measurement always looks good. A plan is therefore kept, and
-    its gain measured on the snapshots that follow.
+    its gain measured on the snapshots that follow. The full planner runs only where there is a
+    cause (`LastPlan.why_replan`); otherwise the last decision stands.
     """
 
     def __init__(
@@ -182,8 +237,13 @@ class Rebalancer:
         costs: MoveCosts | None = None,
         sensitivity: Sensitivity | None = None,
         library: Callable[[], SchemaLibrary | None] = lambda: None,
+        plan_interval_s: float = PLAN_INTERVAL_S,
+        plan_triggers: frozenset[TriggerName] = PLAN_TRIGGERS,
     ) -> None:
-        """`library` returns the known schemas, called for every snapshot in the deciding thread."""
+        """`library` returns the known schemas, called for every full plan in the deciding thread.
+
+        With a `plan_interval_s` of 0 every snapshot is planned.
+        """
         self._goal: Goal = goal
         self._replicas = replicas
         self._policy = policy or RebalancePolicy()
@@ -192,6 +252,9 @@ class Rebalancer:
         self._pending_plan: RebalancePlan | None = None
         self._pending_looks = 0
         self._library = library
+        self._plan_interval_s = plan_interval_s
+        self._plan_triggers = plan_triggers
+        self._last: LastPlan | None = None
 
     def decide(self, snapshot: Snapshot) -> PlacementDecision:
         if snapshot.num_blocks < 1:
@@ -199,9 +262,75 @@ class Rebalancer:
         room = make_placement_problem(
             snapshot, ChainRequest(span=Span(0, snapshot.num_blocks)), replicas=self._replicas
         )
+        is_void = self._pending_is_void(room)
+        kept = None if is_void else self._remeasured_plan(room)
+        costs = None if kept is None or kept.trigger != "gain" else _plan_costs(kept)
+        report = self._change_monitor.observe(snapshot, costs)
+        self._pending_looks += 1
+        lasts = report.plan_gained if costs is not None else self._pending_looks >= SPREAD_LOOKS
+        if self._last is not None and kept is not None and lasts:
+            self._pending_plan = None
+            decision = self._describe(kept, report, "not planned: pending moves stayed better")
+            self._last = replace(self._last, decision=decision)
+            return decision
+        why = self._why_plan(snapshot, report, is_void)
+        if self._last is not None and not why:
+            return self._standing_decision(self._last, snapshot, room, kept, report)
         schema = self._schema(room)
-        decision = self._plan_moves(snapshot, room, None if schema is None else schema.layout)
-        return decision if schema is None else replace(decision, schema_name=schema.schema.name)
+        decision = self._plan_moves(
+            snapshot, kept, report, f"planned: {why}", None if schema is None else schema.layout
+        )
+        if schema is not None:
+            decision = replace(decision, schema_name=schema.schema.name)
+        self._last = LastPlan(
+            snapshot.taken_at, snapshot.num_blocks, held_spans(snapshot), decision
+        )
+        return decision
+
+    def _why_plan(self, snapshot: Snapshot, report: ChangeReport, is_void: bool) -> str:
+        if self._last is None:
+            return "there is no plan yet"
+        return self._last.why_replan(
+            snapshot,
+            report,
+            replicas=self._replicas,
+            interval_s=self._plan_interval_s,
+            triggers=self._plan_triggers,
+        ) or ("nodes of pending moves have gone or moved" if is_void else "")
+
+    def _standing_decision(
+        self,
+        last: LastPlan,
+        snapshot: Snapshot,
+        room: PlacementProblem,
+        kept: RebalancePlan | None,
+        report: ChangeReport,
+    ) -> PlacementDecision:
+        """The decision without a new plan. Repairs are repeated until spans change; a gain that is
+        pending is given up where it is too small by now."""
+        planning = (
+            f"not planned: the last plan, {snapshot.taken_at - last.at:.0f} s old, stands without "
+            "a trigger or a loss"
+        )
+        stands = last.decision
+        if stands.trigger in ("hole", "replicas") and held_spans(snapshot) == last.held:
+            return replace(stands, triggers=report.triggers, planning=planning)
+        if kept is not None and (kept.trigger != "gain" or kept.gain >= self._policy.min_gain):
+            return self._describe(
+                no_moves(kept.before, self._goal, _pending_reason(kept)), report, planning
+            )
+        if self._pending_plan is not None:
+            refused = "what seemed better did not last"
+        elif stands.moves:
+            refused = "the moves of the last placement are under way"
+        else:
+            refused = stands.planned.refused if stands.planned else ""
+        self._pending_plan = None
+        now = score_assignment(room, room.current_assignment())
+        decision = self._describe(no_moves(now, self._goal, refused), report, planning)
+        if not stands.moves:
+            self._last = replace(last, decision=decision)
+        return replace(decision, schema_name=stands.schema_name)
 
     def _schema(self, room: PlacementProblem) -> SchemaChoice | None:
         """The schema for a swarm like this one, if any is known."""
@@ -213,16 +342,14 @@ class Rebalancer:
         return choose_schema(library, room)
 
     def _plan_moves(
-        self, snapshot: Snapshot, room: PlacementProblem, start: Assignment | None
+        self,
+        snapshot: Snapshot,
+        kept: RebalancePlan | None,
+        report: ChangeReport,
+        planning: str,
+        start: Assignment | None,
     ) -> PlacementDecision:
-        kept = self._remeasured_plan(room)
-        costs = None if kept is None or kept.trigger != "gain" else _plan_costs(kept)
-        report = self._change_monitor.observe(snapshot, costs)
-        self._pending_looks += 1
-        lasts = report.plan_gained if costs is not None else self._pending_looks >= SPREAD_LOOKS
-        if kept is not None and lasts:
-            self._pending_plan = None
-            return self._describe(kept, report)
+        """Decide by the full planner; `kept` is the pending plan with its current value."""
         found = rebalance(
             snapshot,
             ChainRequest(span=Span(0, snapshot.num_blocks)),
@@ -235,27 +362,33 @@ class Rebalancer:
         )
         if found.trigger not in ("gain", "spread"):
             self._pending_plan = None
-            return self._describe(found, report)
-        if found.trigger == "gain":
-            seen = f"{_finite_gain(found.gain):.0%} would be gained, if that lasts"
-        else:
-            seen = f"{found.describe_spread()}, if that lasts"
+            return self._describe(found, report, planning)
         if kept is None or (kept.trigger == "gain" and kept.gain < self._policy.min_gain):
             self._pending_plan, self._pending_looks = found, 0
-        return self._describe(no_moves(found.before, self._goal, seen), report)
+        return self._describe(
+            no_moves(found.before, self._goal, _pending_reason(found)), report, planning
+        )
+
+    def _pending_is_void(self, room: PlacementProblem) -> bool:
+        """Whether a node of the pending plan is gone or has another span."""
+        if self._pending_plan is None:
+            return False
+        rows = {peer: row for row, peer in enumerate(room.problem.peers)}
+        now = room.current_assignment()
+        return any(
+            move.peer_id not in rows or now.span(rows[move.peer_id]) != move.before
+            for move in self._pending_plan.moves
+        )
 
     def _remeasured_plan(self, room: PlacementProblem) -> RebalancePlan | None:
-        """The kept plan with its current value; None if its nodes' spans or holders changed, if it
-        exposes blocks to failure domains, or was to spread holders and does so no more."""
+        """The kept plan with its current value; None if holders are gone, if it exposes blocks to
+        failure domains, or was to spread holders and does so no more."""
         if self._pending_plan is None:
             return None
         rows = {peer: row for row, peer in enumerate(room.problem.peers)}
         layout = now = room.current_assignment()
         for move in self._pending_plan.moves:
-            row = rows.get(move.peer_id)
-            if row is None or now.span(row) != move.before:
-                return None
-            layout = layout.with_span(row, move.after)
+            layout = layout.with_span(rows[move.peer_id], move.after)
         before, after = score_assignment(room, now), score_assignment(room, layout)
         if before.deficit > self._pending_plan.before.deficit or after.deficit > before.deficit:
             return None
@@ -264,7 +397,9 @@ class Rebalancer:
             return None
         return plan if after.exposed <= before.exposed else None
 
-    def _describe(self, moves: RebalancePlan, report: ChangeReport) -> PlacementDecision:
+    def _describe(
+        self, moves: RebalancePlan, report: ChangeReport, planning: str
+    ) -> PlacementDecision:
         before, after = moves.before, moves.after
         return PlacementDecision(
             moves=tuple(
@@ -294,6 +429,7 @@ class Rebalancer:
             },
             planned=moves,
             triggers=report.triggers,
+            planning=planning,
         )
 
 
@@ -312,6 +448,12 @@ def score_swarm(snapshot: Snapshot) -> SwarmScore:
 
 def _plan_costs(moves: RebalancePlan) -> PlanCostPair:
     return PlanCostPair(current=moves.before.cost(moves.goal), best=moves.after.cost(moves.goal))
+
+
+def _pending_reason(plan: RebalancePlan) -> str:
+    if plan.trigger == "gain":
+        return f"{_finite_gain(plan.gain):.0%} would be gained, if that lasts"
+    return f"{plan.describe_spread()}, if that lasts"
 
 
 def _describe_reason(moves: RebalancePlan, report: ChangeReport) -> str:
