@@ -167,6 +167,9 @@ class PlacementDecision:
     planning: str = ""
 
 
+_NOT_BETTER_NOW = "pending moves are no longer better"
+_RETRY_INTERVAL_S = 300.0
+
 HeldSpans = frozenset[tuple[PeerId, Span]]
 
 
@@ -177,11 +180,11 @@ def held_spans(snapshot: Snapshot) -> HeldSpans:
 
 @dataclass(frozen=True, slots=True)
 class LastPlan:
-    """The last full plan: when and from which spans it was made, and the decision that stands.
-
-    `decision` is newer than the plan where moves had to be confirmed.
+    """The last full plan: its cause, when and from which spans it was made, and the decision that
+    stands, which is newer than the plan where moves had to be confirmed.
     """
 
+    cause: str
     at: float
     num_blocks: int
     held: HeldSpans
@@ -262,8 +265,7 @@ class Rebalancer:
         room = make_placement_problem(
             snapshot, ChainRequest(span=Span(0, snapshot.num_blocks)), replicas=self._replicas
         )
-        is_void = self._pending_is_void(room)
-        kept = None if is_void else self._remeasured_plan(room)
+        kept = self._remeasured_plan(room)
         costs = None if kept is None or kept.trigger != "gain" else _plan_costs(kept)
         report = self._change_monitor.observe(snapshot, costs)
         self._pending_looks += 1
@@ -273,30 +275,52 @@ class Rebalancer:
             decision = self._describe(kept, report, "not planned: pending moves stayed better")
             self._last = replace(self._last, decision=decision)
             return decision
-        why = self._why_plan(snapshot, report, is_void)
-        if self._last is not None and not why:
+        cause = self._why_plan(snapshot, room, kept, report)
+        if self._last is not None and not cause:
             return self._standing_decision(self._last, snapshot, room, kept, report)
         schema = self._schema(room)
         decision = self._plan_moves(
-            snapshot, kept, report, f"planned: {why}", None if schema is None else schema.layout
+            snapshot, kept, report, f"planned: {cause}", None if schema is None else schema.layout
         )
         if schema is not None:
             decision = replace(decision, schema_name=schema.schema.name)
         self._last = LastPlan(
-            snapshot.taken_at, snapshot.num_blocks, held_spans(snapshot), decision
+            cause, snapshot.taken_at, snapshot.num_blocks, held_spans(snapshot), decision
         )
         return decision
 
-    def _why_plan(self, snapshot: Snapshot, report: ChangeReport, is_void: bool) -> str:
+    def _why_plan(
+        self,
+        snapshot: Snapshot,
+        room: PlacementProblem,
+        kept: RebalancePlan | None,
+        report: ChangeReport,
+    ) -> str:
+        """Why a full plan is due; empty if the last decision stands. That pending moves are no
+        longer better is rarely a cause twice: noise would be one at every other snapshot."""
         if self._last is None:
             return "there is no plan yet"
-        return self._last.why_replan(
+        why = self._last.why_replan(
             snapshot,
             report,
             replicas=self._replicas,
             interval_s=self._plan_interval_s,
             triggers=self._plan_triggers,
-        ) or ("nodes of pending moves have gone or moved" if is_void else "")
+        )
+        if why or self._pending_plan is None:
+            return why
+        if self._pending_layout(room) is None:
+            return "nodes that should move are gone or have moved"
+        is_retry = self._last.cause == _NOT_BETTER_NOW
+        if self._is_good(kept) or (
+            is_retry and snapshot.taken_at - self._last.at < _RETRY_INTERVAL_S
+        ):
+            return ""
+        return _NOT_BETTER_NOW
+
+    def _is_good(self, kept: RebalancePlan | None) -> bool:
+        """Whether the pending plan, with its current value, is still worth making."""
+        return kept is not None and (kept.trigger != "gain" or kept.gain >= self._policy.min_gain)
 
     def _standing_decision(
         self,
@@ -306,8 +330,8 @@ class Rebalancer:
         kept: RebalancePlan | None,
         report: ChangeReport,
     ) -> PlacementDecision:
-        """The decision without a new plan. Repairs are repeated until spans change; a gain that is
-        pending is given up where it is too small by now."""
+        """The decision without a new plan. Repairs are repeated until spans change; pending moves
+        are kept until the next plan, and have to last anew where they are not better by now."""
         planning = (
             f"not planned: the last plan, {snapshot.taken_at - last.at:.0f} s old, stands without "
             "a trigger or a loss"
@@ -315,21 +339,17 @@ class Rebalancer:
         stands = last.decision
         if stands.trigger in ("hole", "replicas") and held_spans(snapshot) == last.held:
             return replace(stands, triggers=report.triggers, planning=planning)
-        if kept is not None and (kept.trigger != "gain" or kept.gain >= self._policy.min_gain):
-            return self._describe(
-                no_moves(kept.before, self._goal, _pending_reason(kept)), report, planning
-            )
-        if self._pending_plan is not None:
-            refused = "what seemed better did not last"
-        elif stands.moves:
-            refused = "the moves of the last placement are under way"
+        if kept is not None:
+            before, refused = kept.before, _pending_reason(kept)
         else:
+            before = score_assignment(room, room.current_assignment())
             refused = stands.planned.refused if stands.planned else ""
-        self._pending_plan = None
-        now = score_assignment(room, room.current_assignment())
-        decision = self._describe(no_moves(now, self._goal, refused), report, planning)
-        if not stands.moves:
-            self._last = replace(last, decision=decision)
+            if stands.moves:
+                refused = "the moves of the last placement are under way"
+            elif self._pending_plan is not None:
+                # As many further snapshots as after a plan.
+                self._pending_looks = -1
+        decision = self._describe(no_moves(before, self._goal, refused), report, planning)
         return replace(decision, schema_name=stands.schema_name)
 
     def _schema(self, room: PlacementProblem) -> SchemaChoice | None:
@@ -363,32 +383,31 @@ class Rebalancer:
         if found.trigger not in ("gain", "spread"):
             self._pending_plan = None
             return self._describe(found, report, planning)
-        if kept is None or (kept.trigger == "gain" and kept.gain < self._policy.min_gain):
+        if not self._is_good(kept):
             self._pending_plan, self._pending_looks = found, 0
         return self._describe(
             no_moves(found.before, self._goal, _pending_reason(found)), report, planning
         )
 
-    def _pending_is_void(self, room: PlacementProblem) -> bool:
-        """Whether a node of the pending plan is gone or has another span."""
-        if self._pending_plan is None:
-            return False
-        rows = {peer: row for row, peer in enumerate(room.problem.peers)}
-        now = room.current_assignment()
-        return any(
-            move.peer_id not in rows or now.span(rows[move.peer_id]) != move.before
-            for move in self._pending_plan.moves
-        )
-
-    def _remeasured_plan(self, room: PlacementProblem) -> RebalancePlan | None:
-        """The kept plan with its current value; None if holders are gone, if it exposes blocks to
-        failure domains, or was to spread holders and does so no more."""
+    def _pending_layout(self, room: PlacementProblem) -> Assignment | None:
+        """The swarm after the pending moves; None if a node is gone or has another span."""
         if self._pending_plan is None:
             return None
         rows = {peer: row for row, peer in enumerate(room.problem.peers)}
         layout = now = room.current_assignment()
         for move in self._pending_plan.moves:
-            layout = layout.with_span(rows[move.peer_id], move.after)
+            row = rows.get(move.peer_id)
+            if row is None or now.span(row) != move.before:
+                return None
+            layout = layout.with_span(row, move.after)
+        return layout
+
+    def _remeasured_plan(self, room: PlacementProblem) -> RebalancePlan | None:
+        """The kept plan with its current value; None if its nodes' spans or holders changed, if it
+        exposes blocks to failure domains, or was to spread holders and does so no more."""
+        layout, now = self._pending_layout(room), room.current_assignment()
+        if self._pending_plan is None or layout is None:
+            return None
         before, after = score_assignment(room, now), score_assignment(room, layout)
         if before.deficit > self._pending_plan.before.deficit or after.deficit > before.deficit:
             return None
