@@ -339,16 +339,16 @@ class Rebalancer:
         stands = last.decision
         if stands.trigger in ("hole", "replicas") and held_spans(snapshot) == last.held:
             return replace(stands, triggers=report.triggers, planning=planning)
-        if kept is not None:
-            before, refused = kept.before, _pending_reason(kept)
+        before = score_assignment(room, room.current_assignment()) if kept is None else kept.before
+        if kept is not None and self._is_good(kept):
+            refused = _pending_reason(kept)
+        elif self._pending_plan is not None:
+            refused = "what seemed better is not so now"
+            self._pending_looks = -1  # as many further snapshots as after a plan
+        elif stands.moves:
+            refused = "the moves of the last placement are under way"
         else:
-            before = score_assignment(room, room.current_assignment())
             refused = stands.planned.refused if stands.planned else ""
-            if stands.moves:
-                refused = "the moves of the last placement are under way"
-            elif self._pending_plan is not None:
-                # As many further snapshots as after a plan.
-                self._pending_looks = -1
         decision = self._describe(no_moves(before, self._goal, refused), report, planning)
         return replace(decision, schema_name=stands.schema_name)
 
