@@ -170,12 +170,13 @@ class PlacementDecision:
 _NOT_BETTER_NOW = "pending moves are no longer better"
 _RETRY_INTERVAL_S = 300.0
 
-HeldSpans = frozenset[tuple[PeerId, Span]]
+HeldSpans = frozenset[tuple[PeerId, Span, bool]]
 
 
 def held_spans(snapshot: Snapshot) -> HeldSpans:
-    """The spans of serving and joining nodes."""
-    return frozenset((node.peer_id, node.span) for node in (*snapshot.nodes, *snapshot.joining))
+    """The spans of all nodes, and whether they serve: no repair relies on a node that loads."""
+    serving = ((node.peer_id, node.span, True) for node in snapshot.nodes)
+    return frozenset((*serving, *((node.peer_id, node.span, False) for node in snapshot.joining)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +210,9 @@ class LastPlan:
             return "replicas are missing, and spans have changed"
         if fired := [name for name in report.fired if name in triggers]:
             return f"triggers fired: {', '.join(fired)}"
+        held = {(peer, span) for peer, span, _ in held_spans(snapshot)}
         moves = self.decision.moves
-        if moves and not any(is_applicable(snapshot, move) for move in moves):
+        if moves and held.isdisjoint((move.peer, move.previous_span) for move in moves):
             return "no node is left that should move"
         if not 0.0 <= snapshot.taken_at - self.at < interval_s:
             return f"the last plan is {snapshot.taken_at - self.at:.0f} s old"

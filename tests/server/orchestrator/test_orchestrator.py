@@ -489,6 +489,16 @@ def test_repairs_stand_until_spans_change(full_plans: list[float]) -> None:
     assert _looks(rebalancer, moved, 90.0)[0].moves == ()
 
 
+def test_missing_replicas_are_planned_for_when_nodes_have_loaded(full_plans: list[float]) -> None:
+    """No repair relies on nodes that load, so that more are safe by then."""
+    thin = _nodes((0, 10), (0, 10), (0, 10), (10, 20), max_blocks=10)
+    loading = replace(thin, nodes=(thin.nodes[0], thin.nodes[3]), joining=thin.nodes[1:3])
+    rebalancer = Rebalancer(plan_triggers=frozenset())
+    for number, each in enumerate((loading, loading, thin, thin)):
+        assert _looks(rebalancer, each, 30.0 * number)[0].trigger == "replicas"
+    assert full_plans == [0.0, 60.0]
+
+
 def test_a_region_that_leaves_is_planned_for_at_once(full_plans: list[float]) -> None:
     """Three of 60 nodes in one city: too few for the other triggers, and no replica is missing."""
     peers = tuple(PeerId(f"Qm{number + 11}") for number in range(60))
