@@ -23,6 +23,7 @@ from benchmarks import (
     decode,
     estimate,
     frozen,
+    gating,
     hedging,
     hop,
     prefill,
@@ -56,6 +57,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "estimate": estimate,
     "frozen": frozen,
     "gateway": gateway,
+    "gating": gating,
     "hedging": hedging,
     "hop": hop,
     "prefill": prefill,
@@ -164,7 +166,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sysctls", type=sysctls, metavar="NAME=VALUE,...", help="of the machines (wan)")
     add("--ga", choices=("corrected", "printed"), help="operators of the paper, or ours (tuning)")
     add("--matrix", help="an .npz of round trips in seconds, zeros missing")
-    add("--snapshots", type=int, help="of a trace (changes, stability)")
+    add("--snapshots", type=int, help="of a trace (changes, gating, stability)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")
     return parser
 

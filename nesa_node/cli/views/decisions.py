@@ -40,6 +40,8 @@ def _print_placement(console: Console, name: str, when: str, body: Mapping[str, 
     if body["trigger"] != "none":
         console.print(f"because of {_TRIGGER_LABELS.get(body['trigger'], body['trigger'])}")
     console.print(f"reason: {body['reason']}")
+    if body.get("planning"):  # entries of earlier versions have none
+        console.print(body["planning"])
     if body["refused"] and body["refused"] not in body["reason"]:
         console.print(f"not done: {body['refused']}")
     if body["moves"]:

@@ -199,6 +199,7 @@ def decision_entry(
         "num_blocks": snapshot.num_blocks,
         "based_on": based_on,
         "taken_at": snapshot.taken_at,
+        "planning": decision.planning,
         "refused": decision.planned.refused if decision.planned else "",
         "triggers": [trigger_body(trigger) for trigger in decision.triggers],
         "moves": moves,

@@ -186,16 +186,19 @@ class Orchestrator:
             moves=len(decision.moves),
             gain=round(decision.gain, 3),
             reason=decision.reason,
+            planning=decision.planning,
         )
         self._last_reason = ""
         await self._log_decision(placement.name, decision, snapshot)
         return placement
 
     async def _record_no_moves(self, decision: PlacementDecision, snapshot: Snapshot) -> None:
-        """Record that nothing moves, once per reason: most snapshots change nothing."""
-        if not is_same_reason(decision.reason, self._last_reason):
-            self._last_reason = decision.reason
-            log.info("no_moves_planned", reason=decision.reason)
+        """Record that nothing moves, once per reason, and once per reason to plan or not: most
+        snapshots change nothing."""
+        reason = f"{decision.reason}; {decision.planning}"
+        if not is_same_reason(reason, self._last_reason):
+            self._last_reason = reason
+            log.info("no_moves_planned", reason=decision.reason, planning=decision.planning)
             await self._log_decision(None, decision, snapshot)
 
     async def _log_decision(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, get_args
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from nesa_node.topology.changes.triggers import (
     ConnectivitySnapshot,
     Sensitivity,
     Trigger,
+    TriggerName,
     make_connectivity,
 )
 from nesa_node.topology.shape.merge_tree import round_trip_filtration
@@ -135,13 +136,18 @@ REPLICAS = 2
 SPREAD_LOOKS = 3
 """Further snapshots in a row in which moves must spread holders before they are made: round trips,
 and with them failure domains, vary."""
+PLAN_INTERVAL_S = 600.0
+"""Seconds after which a full plan is made without any cause."""
+PLAN_TRIGGERS: frozenset[TriggerName] = frozenset(get_args(TriggerName)) - {"plan"}
+"""Triggers that ask for a full plan; "plan" judges one that is pending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementDecision:
     """What to publish: nothing if there are no `moves`; then `reason` says why nothing moves.
 
-    `planned` and `triggers` are for explanations only: the cost of the moves, and the changes seen.
+    `planned`, `triggers` and `planning` are for explanations only: the cost of the moves, the
+    changes seen, and why a full plan was or was not made.
     """
 
     moves: tuple[AnnouncedMove, ...] = ()
@@ -158,6 +164,59 @@ class PlacementDecision:
     schema_name: str | None = None
     planned: RebalancePlan | None = None
     triggers: tuple[Trigger, ...] = ()
+    planning: str = ""
+
+
+_NOT_BETTER_NOW = "pending moves are no longer better"
+_RETRY_INTERVAL_S = 300.0
+
+HeldSpans = frozenset[tuple[PeerId, Span, bool]]
+
+
+def held_spans(snapshot: Snapshot) -> HeldSpans:
+    """The spans of all nodes, and whether they serve: no repair relies on a node that loads."""
+    serving = ((node.peer_id, node.span, True) for node in snapshot.nodes)
+    return frozenset((*serving, *((node.peer_id, node.span, False) for node in snapshot.joining)))
+
+
+@dataclass(frozen=True, slots=True)
+class LastPlan:
+    """The last full plan: its cause, when and from which spans it was made, and the decision that
+    stands, which is newer than the plan where moves had to be confirmed.
+    """
+
+    cause: str
+    at: float
+    num_blocks: int
+    held: HeldSpans
+    decision: PlacementDecision
+
+    def why_replan(
+        self,
+        snapshot: Snapshot,
+        report: ChangeReport,
+        *,
+        replicas: int,
+        interval_s: float = PLAN_INTERVAL_S,
+        triggers: frozenset[TriggerName] = PLAN_TRIGGERS,
+    ) -> str:
+        """Why a full plan is due on `snapshot`; empty if the last decision stands."""
+        if snapshot.num_blocks != self.num_blocks:
+            return "the model has another number of blocks"
+        holders_B = _holdings(snapshot).holders_B
+        if 0 in holders_B:
+            return "blocks have no holder"
+        if min(holders_B) < replicas and held_spans(snapshot) != self.held:
+            return "replicas are missing, and spans have changed"
+        if fired := [name for name in report.fired if name in triggers]:
+            return f"triggers fired: {', '.join(fired)}"
+        held = {(peer, span) for peer, span, _ in held_spans(snapshot)}
+        moves = self.decision.moves
+        if moves and held.isdisjoint((move.peer, move.previous_span) for move in moves):
+            return "no node is left that should move"
+        if not 0.0 <= snapshot.taken_at - self.at < interval_s:
+            return f"the last plan is {snapshot.taken_at - self.at:.0f} s old"
+        return ""
 
 
 class PlacementPlanner(Protocol):
@@ -170,7 +229,8 @@ class Rebalancer:
     where a plan stays better for a while.
 
     The best of many plans on one noisy measurement always looks good. A plan is therefore kept, and
-    its gain measured on the snapshots that follow.
+    its gain measured on the snapshots that follow. The full planner runs only where there is a
+    cause (`LastPlan.why_replan`); otherwise the last decision stands.
     """
 
     def __init__(
@@ -182,8 +242,13 @@ class Rebalancer:
         costs: MoveCosts | None = None,
         sensitivity: Sensitivity | None = None,
         library: Callable[[], SchemaLibrary | None] = lambda: None,
+        plan_interval_s: float = PLAN_INTERVAL_S,
+        plan_triggers: frozenset[TriggerName] = PLAN_TRIGGERS,
     ) -> None:
-        """`library` returns the known schemas, called for every snapshot in the deciding thread."""
+        """`library` returns the known schemas, called for every full plan in the deciding thread.
+
+        With a `plan_interval_s` of 0 every snapshot is planned.
+        """
         self._goal: Goal = goal
         self._replicas = replicas
         self._policy = policy or RebalancePolicy()
@@ -192,6 +257,9 @@ class Rebalancer:
         self._pending_plan: RebalancePlan | None = None
         self._pending_looks = 0
         self._library = library
+        self._plan_interval_s = plan_interval_s
+        self._plan_triggers = plan_triggers
+        self._last: LastPlan | None = None
 
     def decide(self, snapshot: Snapshot) -> PlacementDecision:
         if snapshot.num_blocks < 1:
@@ -199,9 +267,92 @@ class Rebalancer:
         room = make_placement_problem(
             snapshot, ChainRequest(span=Span(0, snapshot.num_blocks)), replicas=self._replicas
         )
+        kept = self._remeasured_plan(room)
+        costs = None if kept is None or kept.trigger != "gain" else _plan_costs(kept)
+        report = self._change_monitor.observe(snapshot, costs)
+        self._pending_looks += 1
+        lasts = report.plan_gained if costs is not None else self._pending_looks >= SPREAD_LOOKS
+        if self._last is not None and kept is not None and lasts:
+            self._pending_plan = None
+            decision = self._describe(kept, report, "not planned: pending moves stayed better")
+            self._last = replace(self._last, decision=decision)
+            return decision
+        cause = self._why_plan(snapshot, room, kept, report)
+        if self._last is not None and not cause:
+            return self._standing_decision(self._last, snapshot, room, kept, report)
         schema = self._schema(room)
-        decision = self._plan_moves(snapshot, room, None if schema is None else schema.layout)
-        return decision if schema is None else replace(decision, schema_name=schema.schema.name)
+        decision = self._plan_moves(
+            snapshot, kept, report, f"planned: {cause}", None if schema is None else schema.layout
+        )
+        if schema is not None:
+            decision = replace(decision, schema_name=schema.schema.name)
+        self._last = LastPlan(
+            cause, snapshot.taken_at, snapshot.num_blocks, held_spans(snapshot), decision
+        )
+        return decision
+
+    def _why_plan(
+        self,
+        snapshot: Snapshot,
+        room: PlacementProblem,
+        kept: RebalancePlan | None,
+        report: ChangeReport,
+    ) -> str:
+        """Why a full plan is due; empty if the last decision stands. That pending moves are no
+        longer better is rarely a cause twice: noise would be one at every other snapshot."""
+        if self._last is None:
+            return "there is no plan yet"
+        why = self._last.why_replan(
+            snapshot,
+            report,
+            replicas=self._replicas,
+            interval_s=self._plan_interval_s,
+            triggers=self._plan_triggers,
+        )
+        if why or self._pending_plan is None:
+            return why
+        if self._pending_layout(room) is None:
+            return "nodes that should move are gone or have moved"
+        is_retry = self._last.cause == _NOT_BETTER_NOW
+        if self._is_good(kept) or (
+            is_retry and snapshot.taken_at - self._last.at < _RETRY_INTERVAL_S
+        ):
+            return ""
+        return _NOT_BETTER_NOW
+
+    def _is_good(self, kept: RebalancePlan | None) -> bool:
+        """Whether the pending plan, with its current value, is still worth making."""
+        return kept is not None and (kept.trigger != "gain" or kept.gain >= self._policy.min_gain)
+
+    def _standing_decision(
+        self,
+        last: LastPlan,
+        snapshot: Snapshot,
+        room: PlacementProblem,
+        kept: RebalancePlan | None,
+        report: ChangeReport,
+    ) -> PlacementDecision:
+        """The decision without a new plan. Repairs are repeated until spans change; pending moves
+        are kept until the next plan, and have to last anew where they are not better by now."""
+        planning = (
+            f"not planned: the last plan, {snapshot.taken_at - last.at:.0f} s old, stands without "
+            "a trigger or a loss"
+        )
+        stands = last.decision
+        if stands.trigger in ("hole", "replicas") and held_spans(snapshot) == last.held:
+            return replace(stands, triggers=report.triggers, planning=planning)
+        before = score_assignment(room, room.current_assignment()) if kept is None else kept.before
+        if kept is not None and self._is_good(kept):
+            refused = _pending_reason(kept)
+        elif self._pending_plan is not None:
+            refused = "what seemed better is not so now"
+            self._pending_looks = -1  # as many further snapshots as after a plan
+        elif stands.moves:
+            refused = "the moves of the last placement are under way"
+        else:
+            refused = stands.planned.refused if stands.planned else ""
+        decision = self._describe(no_moves(before, self._goal, refused), report, planning)
+        return replace(decision, schema_name=stands.schema_name)
 
     def _schema(self, room: PlacementProblem) -> SchemaChoice | None:
         """The schema for a swarm like this one, if any is known."""
@@ -213,16 +364,14 @@ class Rebalancer:
         return choose_schema(library, room)
 
     def _plan_moves(
-        self, snapshot: Snapshot, room: PlacementProblem, start: Assignment | None
+        self,
+        snapshot: Snapshot,
+        kept: RebalancePlan | None,
+        report: ChangeReport,
+        planning: str,
+        start: Assignment | None,
     ) -> PlacementDecision:
-        kept = self._remeasured_plan(room)
-        costs = None if kept is None or kept.trigger != "gain" else _plan_costs(kept)
-        report = self._change_monitor.observe(snapshot, costs)
-        self._pending_looks += 1
-        lasts = report.plan_gained if costs is not None else self._pending_looks >= SPREAD_LOOKS
-        if kept is not None and lasts:
-            self._pending_plan = None
-            return self._describe(kept, report)
+        """Decide by the full planner; `kept` is the pending plan with its current value."""
         found = rebalance(
             snapshot,
             ChainRequest(span=Span(0, snapshot.num_blocks)),
@@ -235,18 +384,15 @@ class Rebalancer:
         )
         if found.trigger not in ("gain", "spread"):
             self._pending_plan = None
-            return self._describe(found, report)
-        if found.trigger == "gain":
-            seen = f"{_finite_gain(found.gain):.0%} would be gained, if that lasts"
-        else:
-            seen = f"{found.describe_spread()}, if that lasts"
-        if kept is None or (kept.trigger == "gain" and kept.gain < self._policy.min_gain):
+            return self._describe(found, report, planning)
+        if not self._is_good(kept):
             self._pending_plan, self._pending_looks = found, 0
-        return self._describe(no_moves(found.before, self._goal, seen), report)
+        return self._describe(
+            no_moves(found.before, self._goal, _pending_reason(found)), report, planning
+        )
 
-    def _remeasured_plan(self, room: PlacementProblem) -> RebalancePlan | None:
-        """The kept plan with its current value; None if its nodes' spans or holders changed, if it
-        exposes blocks to failure domains, or was to spread holders and does so no more."""
+    def _pending_layout(self, room: PlacementProblem) -> Assignment | None:
+        """The swarm after the pending moves; None if a node is gone or has another span."""
         if self._pending_plan is None:
             return None
         rows = {peer: row for row, peer in enumerate(room.problem.peers)}
@@ -256,6 +402,14 @@ class Rebalancer:
             if row is None or now.span(row) != move.before:
                 return None
             layout = layout.with_span(row, move.after)
+        return layout
+
+    def _remeasured_plan(self, room: PlacementProblem) -> RebalancePlan | None:
+        """The kept plan with its current value; None if its nodes' spans or holders changed, if it
+        exposes blocks to failure domains, or was to spread holders and does so no more."""
+        layout, now = self._pending_layout(room), room.current_assignment()
+        if self._pending_plan is None or layout is None:
+            return None
         before, after = score_assignment(room, now), score_assignment(room, layout)
         if before.deficit > self._pending_plan.before.deficit or after.deficit > before.deficit:
             return None
@@ -264,7 +418,9 @@ class Rebalancer:
             return None
         return plan if after.exposed <= before.exposed else None
 
-    def _describe(self, moves: RebalancePlan, report: ChangeReport) -> PlacementDecision:
+    def _describe(
+        self, moves: RebalancePlan, report: ChangeReport, planning: str
+    ) -> PlacementDecision:
         before, after = moves.before, moves.after
         return PlacementDecision(
             moves=tuple(
@@ -294,6 +450,7 @@ class Rebalancer:
             },
             planned=moves,
             triggers=report.triggers,
+            planning=planning,
         )
 
 
@@ -312,6 +469,12 @@ def score_swarm(snapshot: Snapshot) -> SwarmScore:
 
 def _plan_costs(moves: RebalancePlan) -> PlanCostPair:
     return PlanCostPair(current=moves.before.cost(moves.goal), best=moves.after.cost(moves.goal))
+
+
+def _pending_reason(plan: RebalancePlan) -> str:
+    if plan.trigger == "gain":
+        return f"{_finite_gain(plan.gain):.0%} would be gained, if that lasts"
+    return f"{plan.describe_spread()}, if that lasts"
 
 
 def _describe_reason(moves: RebalancePlan, report: ChangeReport) -> str:

@@ -60,6 +60,7 @@ def test_a_placement_says_why_what_and_at_what_cost(
         snapshot.digest(),
         "blocks lost holders",
         "rebalance-latency",
+        "planned: replicas are missing, and spans have changed",
     ):
         assert words in text, words
     (told,) = json.loads(_explain(capsys, NAME, "--json"))

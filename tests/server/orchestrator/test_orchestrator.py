@@ -18,13 +18,16 @@ from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.settings.models import OrchestratorConfig
-from nesa_node.routing.placement.rebalance import RebalancePolicy
+from nesa_node.routing.chain_request import ChainRequest
+from nesa_node.routing.placement.moves import RebalancePlan
+from nesa_node.routing.placement.rebalance import RebalancePolicy, rebalance
 from nesa_node.routing.succession import LeaseTerms
 from nesa_node.server.orchestrator.history import History, is_same_reason
 from nesa_node.server.orchestrator.launch import find_model, follow_placements, orchestrate
 from nesa_node.server.orchestrator.orchestrator import Orchestrator, OrchestratorIntervals
 from nesa_node.server.orchestrator.placement_filter import PlacementFilter
 from nesa_node.server.orchestrator.planner import (
+    PLAN_TRIGGERS,
     PlacementDecision,
     Rebalancer,
     _finite,
@@ -433,6 +436,144 @@ def test_rebalancer_does_not_spread_over_cities_that_come_and_go() -> None:
     for index in range(12):
         snapshot = seen if index % 4 < 3 else unseen
         assert rebalancer.decide(replace(snapshot, taken_at=float(index))).moves == ()
+
+
+@pytest.fixture
+def full_plans(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When the full planner ran."""
+    ran: list[float] = []
+
+    def counted(snapshot: Snapshot, *args: Any, **kwargs: Any) -> RebalancePlan:
+        ran.append(snapshot.taken_at)
+        return rebalance(snapshot, *args, **kwargs)
+
+    monkeypatch.setattr("nesa_node.server.orchestrator.planner.rebalance", counted)
+    return ran
+
+
+EVEN = ((0, 10), (10, 20)) * 3
+
+
+def _looks(rebalancer: Rebalancer, snapshot: Snapshot, *at: float) -> list[PlacementDecision]:
+    return [rebalancer.decide(replace(snapshot, taken_at=when)) for when in at]
+
+
+def test_full_planner_runs_first_and_then_after_ten_minutes(full_plans: list[float]) -> None:
+    quiet = _nodes(*EVEN, max_blocks=10)
+    decisions = _looks(Rebalancer(), quiet, *range(0, 1300, 30), 900.0)
+    assert full_plans == [0.0, 600.0, 1200.0, 900.0]  # the last after a clock was set back
+    assert [each.planning.split(":")[0] for each in decisions[:2]] == ["planned", "not planned"]
+    assert "30 s old" in decisions[1].planning
+    assert {each.reason for each in decisions} == {"nothing better was found"}
+    assert decisions[1].latency_before_s == decisions[0].latency_before_s
+
+
+def test_holes_are_planned_for_at_every_look(full_plans: list[float]) -> None:
+    hole = _nodes((0, 10), (0, 10), max_blocks=10)
+    decisions = _looks(Rebalancer(plan_triggers=frozenset()), hole, 0.0, 30.0, 60.0)
+    assert full_plans == [0.0, 30.0, 60.0]
+    assert all(each.trigger == "hole" and each.moves for each in decisions)
+
+
+def test_repairs_stand_until_spans_change(full_plans: list[float]) -> None:
+    thin = _nodes((0, 10), (0, 10), (0, 10), (10, 20), max_blocks=10)
+    rebalancer = Rebalancer()
+    first, second = _looks(rebalancer, thin, 0.0, 30.0)
+    assert first.trigger == "replicas"
+    assert (second.moves, full_plans) == (first.moves, [0.0])
+    # Another node comes; replicas are still missing.
+    more = _nodes((0, 10), (0, 10), (0, 10), (10, 20), (0, 10), max_blocks=10)
+    assert _looks(rebalancer, more, 60.0)[0].planning.endswith("spans have changed")
+    # The node that was asked loads its new span, which counts: nothing is missing, nothing moves.
+    moved = apply_moves(more, first.moves)
+    assert _looks(rebalancer, moved, 90.0)[0].moves == ()
+
+
+def test_missing_replicas_are_planned_for_when_nodes_have_loaded(full_plans: list[float]) -> None:
+    """No repair relies on nodes that load, so that more are safe by then."""
+    thin = _nodes((0, 10), (0, 10), (0, 10), (10, 20), max_blocks=10)
+    loading = replace(thin, nodes=(thin.nodes[0], thin.nodes[3]), joining=thin.nodes[1:3])
+    rebalancer = Rebalancer(plan_triggers=frozenset())
+    for number, each in enumerate((loading, loading, thin, thin)):
+        assert _looks(rebalancer, each, 30.0 * number)[0].trigger == "replicas"
+    assert full_plans == [0.0, 60.0]
+
+
+def test_a_region_that_leaves_is_planned_for_at_once(full_plans: list[float]) -> None:
+    """Three of 60 nodes in one city: too few for the other triggers, and no replica is missing."""
+    peers = tuple(PeerId(f"Qm{number + 11}") for number in range(60))
+    city_N = np.array([0] * 57 + [1] * 3)
+    rtt_ms_NN = np.where(city_N[:, None] == city_N, 1.0, 80.0)
+    np.fill_diagonal(rtt_ms_NN, 0.0)
+    zero_NN = np.zeros_like(rtt_ms_NN)
+    nodes = tuple(
+        NodeState(peer, Span(0, 2), decode_tokens_per_s=10.0, max_blocks=2) for peer in peers
+    )
+    there = Snapshot(MODEL, 2, nodes, 0.0, links=Links(peers, rtt_ms_NN, zero_NN, zero_NN, zero_NN))
+    gone = there.without_peers(*peers[57:])
+    for triggers, expected in ((PLAN_TRIGGERS, 150.0), (PLAN_TRIGGERS - {"region"}, 600.0)):
+        full_plans.clear()
+        rebalancer = Rebalancer(plan_triggers=triggers)
+        _looks(rebalancer, there, *range(0, 150, 30))
+        decisions = _looks(rebalancer, gone, *range(150, 630, 30))
+        assert full_plans == [0.0, expected]
+        assert ("region" in decisions[0].planning) == (expected == 150.0)
+
+
+def test_pending_moves_of_a_node_that_left_are_planned_anew(full_plans: list[float]) -> None:
+    uneven = _thin_at_the_end(slow=True)
+    rebalancer = Rebalancer(goal="throughput", sensitivity=Sensitivity(capacity_lost=0.9))
+    (pending,) = _looks(rebalancer, uneven, 0.0)
+    assert "if that lasts" in pending.reason
+    found = rebalance(uneven, ChainRequest(span=Span(0, 20)), goal="throughput")
+    assert found.trigger == "gain"
+    left = uneven.without_peers(found.moves[0].peer_id)
+    (after,) = _looks(rebalancer, left, 30.0)
+    assert full_plans == [0.0, 30.0]
+    assert "gone or have moved" in after.planning
+
+
+def test_a_gain_that_is_gone_is_planned_anew_but_not_at_each_look(full_plans: list[float]) -> None:
+    """In turns the second half and the first is slow, and would gain by a node of the other."""
+    slow_end = _thin_at_the_end(slow=True)
+    slow_start = replace(
+        slow_end,
+        nodes=tuple(
+            replace(node, decode_tokens_per_s=20.0 if node.span.start else 2.0)
+            for node in slow_end.nodes
+        ),
+    )
+    rebalancer = Rebalancer(goal="throughput", replicas=1, plan_triggers=frozenset())
+    for number in range(15):
+        _looks(rebalancer, slow_start if number % 2 else slow_end, 30.0 * number)
+    assert full_plans == [0.0, 30.0, 360.0]
+
+
+def test_next_plan_follows_when_all_moves_are_made(full_plans: list[float]) -> None:
+    rebalancer = Rebalancer(goal="throughput", sensitivity=Sensitivity(move_in_a_row=3))
+    uneven = _thin_at_the_end(slow=True)
+    *_, last = _looks(rebalancer, uneven, 0.0, 30.0, 60.0, 90.0)
+    assert last.moves
+    assert "stayed better" in last.planning
+    (waiting,) = _looks(rebalancer, uneven, 120.0)
+    assert (waiting.moves, full_plans) == ((), [0.0])
+    assert "under way" in waiting.reason
+    (after,) = _looks(rebalancer, apply_moves(uneven, last.moves), 150.0)
+    assert full_plans == [0.0, 150.0]
+    assert "no node is left" in after.planning
+
+
+async def test_why_a_plan_was_not_made_is_logged_once(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 2) as (boss, node):
+        await node.directory.publish(make_status())
+        scripted, log = Scripted(), DecisionLog(tmp_path / "decisions.db")
+        orchestrator, lease = build(boss, scripted, log)
+        await _lead(lease)
+        for planning in ("planned: first", "not planned: 3 s", "not planned: 6 s", "planned: old"):
+            scripted.decision = replace(IDLE, planning=planning)
+            await orchestrator.step()
+        told = [entry.body["planning"] for entry in log.recent(10)]
+        assert sorted(told) == ["not planned: 3 s", "planned: first", "planned: old"]
 
 
 def test_worth_of_a_swarm_with_holes_is_nothing() -> None:
