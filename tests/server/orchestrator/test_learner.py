@@ -19,9 +19,9 @@ import pytest
 from nesa_node.cli.views.decisions import print_decision
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.ids import ModelId
-from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS, GreedyParameters
+from nesa_node.routing.search.greedy import GreedyParameters
 from nesa_node.routing.succession import LeaseTerms
-from nesa_node.routing.tuner import published_values
+from nesa_node.routing.tuner import SHIPPED_TUNING, Tuning
 from nesa_node.server.orchestrator import learner as learner_module
 from nesa_node.server.orchestrator.history import History
 from nesa_node.server.orchestrator.learner import LearnedExponents, Learner
@@ -38,7 +38,7 @@ from tests.swarm.record_fields import MODEL_ID, make_status
 from tests.topology.simulation.churn import simulate_churn
 
 MODEL = ModelId(MODEL_ID)
-BETTER = published_values(GreedyParameters(gamma=0.5))
+BETTER = Tuning(rule=GreedyParameters(gamma=0.5)).published()
 
 
 def _store(path: Path, count: int) -> Path:
@@ -165,7 +165,7 @@ def test_a_study_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     learner = _learner(tmp_path, 1)
     learner._save(
         StudyResult(
-            exponents=published_values(SHIPPED_PARAMETERS),
+            exponents=SHIPPED_TUNING.published(),
             tuning="0.10% +- 0.20% gained on 90 held-out sessions: nothing changes",
             learnt_from=180,
             held_out=90,
