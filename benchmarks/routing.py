@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.options import Options
 from benchmarks.results import print_table
-from benchmarks.routing_worlds import CLIENTS, Session, sources
+from benchmarks.routing_worlds import CLIENTS, UNSEEN_PART, Session, sources
 from benchmarks.saturation import max_tokens_per_s, saturate
 from nesa_node.routing.chain_request import Chain, ChainProblem, CostWeights, step_time
 from nesa_node.routing.search.exact import bottleneck_s, exact_latency, solve_bottleneck
@@ -102,7 +102,7 @@ def run(options: Options) -> list[dict[str, Any]]:
             figures = {name: Figures() for name in (*STRATEGIES, SESSIONS, *STABILITY)}
             gaps: list[float] = []
             worlds = range(options.seed, options.seed + options.runs)
-            for at, session in enumerate(source.sessions(count, worlds)):
+            for at, session in enumerate(source.sessions(count, worlds, part=UNSEEN_PART)):
                 gaps.append(measure(session, figures, options.seed))
                 world, client = divmod(at, CLIENTS)
                 if client == 0 and (count < 1000 or world < _FILLED_LARGE):

@@ -41,6 +41,8 @@ CLIENTS = 2
 LOOK_S = 60.0
 WATCHED, LATER = 30, int(SESSION_HORIZON_S / LOOK_S)
 """Looks before a session, and during it."""
+LEARNT_PART, UNSEEN_PART = (0.0, 2 / 3), (2 / 3, 1.0)
+"""Parts of a recording, which parameters are tuned on and which they are not."""
 JITTER = 0.05
 """Standard deviation of a measured round trip's logarithm."""
 CONGESTED, CONGESTION_MS, RENEWAL = 0.05, 40.0, 0.2

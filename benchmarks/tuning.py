@@ -23,21 +23,20 @@ import numpy as np
 from benchmarks.options import Options
 from benchmarks.printed_ga import run_printed
 from benchmarks.results import print_table
-from benchmarks.routing_worlds import Source, sources
+from benchmarks.routing_worlds import LEARNT_PART, UNSEEN_PART, Source, sources
 from nesa_node.core.arrays import Floats
 from nesa_node.routing.chain_request import SHIPPED_WEIGHTS
-from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS, GreedyParameters
+from nesa_node.routing.search.greedy import GreedyParameters
 from nesa_node.routing.tuner import COST_GENES, RULE_GENES, Genes, GeneSpace, TuningReport, tune
 from nesa_node.routing.tuning_scenario import TuningScenario
 
 DEFAULTS = Options(nodes=(10, 30, 100, 300), runs=12)
 QUICK = Options(nodes=(10, 30), runs=2)
+START = GreedyParameters()
 
 _LEARN_FROM = 1_000_000
 _HELD_OUT = 2_000_000
 """Seeds that no other benchmark uses."""
-_LEARN_PART, _HELD_OUT_PART = (0.0, 2 / 3), (2 / 3, 1.0)
-"""Parts of a recording."""
 STABILITY_WEIGHTS = (0.25, 0.5, 1.0, 2.0)
 
 Scenarios = Mapping[str, Sequence[TuningScenario]]
@@ -55,13 +54,13 @@ def run(options: Options) -> list[dict[str, Any]]:
         return run_printed(options, _all(learn), _all(held_out), rng)
     generations = min(options.runs, 20)
     return [
-        *_tuned("greedy rule", RULE_GENES, SHIPPED_PARAMETERS, learn, held_out, rng, generations),
+        *_tuned("greedy rule", RULE_GENES, START, learn, held_out, rng, generations),
         *_tuned("default cost", COST_GENES, SHIPPED_WEIGHTS, learn, held_out, rng, generations),
     ]
 
 
 def _scenarios(source: Source, options: Options, *, learn: bool) -> list[TuningScenario]:
-    first, part = (_LEARN_FROM, _LEARN_PART) if learn else (_HELD_OUT, _HELD_OUT_PART)
+    first, part = (_LEARN_FROM, LEARNT_PART) if learn else (_HELD_OUT, UNSEEN_PART)
     worlds = options.runs if learn else 2 * options.runs
     return [
         session.scenario

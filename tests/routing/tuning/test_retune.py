@@ -60,7 +60,7 @@ def test_a_few_snapshots_change_nothing() -> None:
 
 def test_parameters_that_are_no_better_than_shipped_ones_go_back() -> None:
     history = _history(30)
-    found = retune(history, np.random.default_rng(1), current=BAD, seconds=200.0, clock=_ticking())
+    found = retune(history, np.random.default_rng(1), current=BAD, seconds=100.0, clock=_ticking())
     later = make_scenarios(history[20:], history, np.random.default_rng(2))
     assert RULE_GENES.fitness(BAD.rule, later) > RULE_GENES.fitness(SHIPPED_TUNING.rule, later)
     assert found.tuning == SHIPPED_TUNING
@@ -76,7 +76,7 @@ def test_what_gains_on_later_snapshots_is_taken_and_the_rest_is_not() -> None:
             np.random.default_rng(1),
             current=shipped,
             shipped=shipped,
-            seconds=200.0,
+            seconds=60.0,
             clock=_ticking(),
         )
         for shipped in (BAD, SHIPPED_TUNING)

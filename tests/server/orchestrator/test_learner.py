@@ -19,6 +19,7 @@ import pytest
 from nesa_node.cli.views.decisions import print_decision
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.ids import ModelId
+from nesa_node.routing.chain_request import CostWeights
 from nesa_node.routing.search.greedy import GreedyParameters
 from nesa_node.routing.succession import LeaseTerms
 from nesa_node.routing.tuner import SHIPPED_TUNING, Tuning
@@ -159,6 +160,26 @@ async def test_what_gains_is_published_signed_and_shown_with_its_reason(
         assert seen is not None
         assert seen["exponents"]["now"] == BETTER
         assert [each["why"] for each in seen["exponents"]["history"]] == ["as shipped", "3% gained"]
+
+
+async def test_weights_of_the_default_cost_are_learnt_and_published_beside_the_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weighed = Tuning(weights=CostWeights(failure=2.0, stability=0.5)).published()
+
+    async def weigh(_: bytes) -> bytes:
+        return msgspec.json.encode(
+            StudyResult(exponents=weighed, tuning="no", cost_tuning="2% gained", schemas="none")
+        )
+
+    monkeypatch.setattr(learner_module, "_run_study", weigh)
+    learner = _learner(tmp_path, 1)
+    await learner.learn()
+    assert learner.tuned.values == weighed
+    assert learner.tuned.why == "default cost: 2% gained"
+    again = _learner(tmp_path, 1)
+    again.load()
+    assert again.tuned == learner.tuned
 
 
 def test_a_study_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
