@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from benchmarks.routing_worlds import CLIENTS, UNSEEN_PART, Session, sources
 from benchmarks.saturation import max_tokens_per_s, saturate
 from nesa_node.routing.chain_request import Chain, ChainProblem, CostWeights, step_time
 from nesa_node.routing.search.exact import bottleneck_s, exact_latency, solve_bottleneck
-from nesa_node.routing.search.greedy import GreedyInputs, GreedyParameters, GreedyRule
+from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS, GreedyInputs, GreedyRule
 from nesa_node.routing.strategies import (
     DEFAULT_STRATEGY,
     STRATEGIES,
@@ -48,7 +48,7 @@ T = TypeVar("T")
 SESSIONS = "exact-latency, failures"
 """What sessions use by default: time, and what failures are expected to cost."""
 STABILITY: Mapping[str, Strategy] = {
-    "homology-greedy, stability": GreedyStrategy(GreedyParameters(stability_weight=1.0)),
+    "homology-greedy, stability": GreedyStrategy(replace(SHIPPED_PARAMETERS, stability_weight=1.0)),
     f"{SESSIONS}, stability": LatencyStrategy(failures=True, weights=CostWeights(stability=1.0)),
 }
 """Ablations: what stability by homology adds to both rules."""
