@@ -309,7 +309,7 @@ class AnnouncedMove(BaseModel):
 
 
 class TunedExponents(BaseModel):
-    """Exponents and weights of the greedy rule, and weights of the default cost (`cost_...`).
+    """Exponents and weights of the greedy rule, and weights of the default cost of sessions.
 
     The signer tuned them to this swarm; clients believe them within bounds (`routing/tuner.py`).
     `version` rises with every change, `at` is the time of the last one, and `why` says what it
