@@ -41,6 +41,11 @@ def _placement(signer: int, weights: CostWeights) -> PlacementNotice:
     return found
 
 
+def _published(planner: ChainPlanner) -> CostWeights | None:
+    assert isinstance(planner.strategy, LatencyStrategy)
+    return planner.strategy.published
+
+
 async def test_default_strategy_weighs_as_the_longest_known_orchestrator_publishes() -> None:
     """Fetched once a minute, without a session that waits; stability is read as its weight says."""
     now = [0.0]
@@ -64,8 +69,7 @@ async def test_default_strategy_weighs_as_the_longest_known_orchestrator_publish
     first = await planner.build_view(snapshot, asked, may_ping=True)
     assert not planner.chain_request(first).stability
     await asyncio.sleep(0)
-    assert isinstance(planner.strategy, LatencyStrategy)
-    assert planner.strategy.published == tuned
+    assert _published(planner) == tuned
     second = await planner.build_view(snapshot, asked, may_ping=True)
     assert planner.chain_request(second).stability == {PeerId("a"): 0.25}
     assert fetch.await_count == 1
@@ -74,10 +78,10 @@ async def test_default_strategy_weighs_as_the_longest_known_orchestrator_publish
     await planner.build_view(snapshot, asked, may_ping=True)
     await asyncio.sleep(0)
     assert fetch.await_count == 2
-    assert planner.strategy.published == tuned
+    assert _published(planner) == tuned
     now[0], fetch.side_effect = 2 * PUBLISHED_FRESH_S, None
     fetch.return_value = []
     await planner.build_view(snapshot, asked, may_ping=True)
     await asyncio.sleep(0)
-    assert planner.strategy.published is None
+    assert _published(planner) is None
     await planner.close()
