@@ -76,7 +76,7 @@ def test_what_gains_on_later_snapshots_is_taken_and_the_rest_is_not() -> None:
             np.random.default_rng(1),
             current=shipped,
             shipped=shipped,
-            seconds=60.0,
+            seconds=100.0,
             clock=_ticking(),
         )
         for shipped in (BAD, SHIPPED_TUNING)
