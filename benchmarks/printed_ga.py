@@ -21,7 +21,7 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from nesa_node.core.arrays import Floats
 from nesa_node.routing.strategies import PrintedRule
-from nesa_node.routing.tuner import TuningScenario
+from nesa_node.routing.tuning_scenario import TuningScenario
 
 GENES = ("gamma", "beta", "alpha")
 LEAST, MOST = 0.3, 3.0

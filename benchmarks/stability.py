@@ -27,8 +27,8 @@ from benchmarks.options import Options
 from benchmarks.recorded_trace import load_round_trips
 from benchmarks.results import print_table
 from benchmarks.traces import TraceSettings, generate_trace
-from nesa_node.topology.report import NEIGHBOURHOOD_QUANTILE, height_deviation
 from nesa_node.topology.shape.merge_tree import make_filtration, merge_tree, quantile_heights
+from nesa_node.topology.shape.stability import NEIGHBOURHOOD_QUANTILE, height_deviation
 
 Floats = NDArray[np.float64]
 DEFAULTS = Options(runs=20, snapshots=60)

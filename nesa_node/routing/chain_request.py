@@ -150,25 +150,73 @@ RECOVERY_S = 10.0
 (`python -m benchmarks churn`)."""
 
 
-def expected_loss_s(problem: ChainProblem) -> Floats:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostWeights:
+    """Weights of the default cost of sessions, beside a step's seconds, which have weight 1.
+
+    `failure`: of the expected loss by failures. `stability`: of that loss with `stability_N` for
+    the reliability. `load`: of the time spent queueing behind other sessions.
+
+    The shipped weight of stability is 0, since it gains nothing (`benchmarks tuning`); nothing then
+    computes it.
+    """
+
+    failure: float = 1.0
+    stability: float = 0.0
+    load: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not all(
+            0.0 <= each < float("inf") for each in (self.failure, self.stability, self.load)
+        ):
+            raise ValueError(f"weights must be finite, not below 0: {self}")
+
+
+SHIPPED_WEIGHTS = CostWeights()
+
+
+def expected_loss_s(problem: ChainProblem, weights: CostWeights = SHIPPED_WEIGHTS) -> Floats:
     """Expected seconds lost per token by a visit to each node, float64 [N].
 
     A node that fails interrupts the session once, until a replacement has taken over: the loss is
     the probability of failure times the recovery time, divided by the tokens of the session.
     `benchmarks routing` measures the effect on latency.
     """
-    seconds_N: Floats = (1.0 - problem.reliability_N) * (RECOVERY_S / TOKENS_PER_SESSION)
+    seconds_N: Floats = weights.failure * (1.0 - problem.reliability_N)
+    seconds_N += weights.stability * (1.0 - problem.stability_N)
+    seconds_N *= RECOVERY_S / TOKENS_PER_SESSION
     return seconds_N
 
 
-def add_failure_costs(problem: ChainProblem) -> ChainProblem:
-    """`problem` with the expected loss added to the cost of each visit."""
-    return replace(problem, visit_s_N=problem.visit_s_N + expected_loss_s(problem))
+def apply_weights(problem: ChainProblem, weights: CostWeights = SHIPPED_WEIGHTS) -> ChainProblem:
+    """`problem` with the expected loss added to each visit's cost, and its loads weighed."""
+    return replace(
+        problem,
+        visit_s_N=problem.visit_s_N + expected_loss_s(problem, weights),
+        load_N=weights.load * problem.load_N,
+    )
 
 
-def chain_expected_loss_s(problem: ChainProblem, chain: Chain) -> float:
-    """Expected seconds lost per token by a session through `chain`."""
-    return float(expected_loss_s(problem)[[visit.node for visit in chain]].sum()) if chain else 0.0
+def weighed_terms(
+    problem: ChainProblem, chain: Chain, weights: CostWeights = SHIPPED_WEIGHTS
+) -> dict[str, float]:
+    """What `apply_weights` adds to a step through `chain`, in seconds, by cause.
+
+    Causes that are not weighed are left out.
+    """
+    nodes = [visit.node for visit in chain]
+    lengths = np.array([visit.end - visit.start for visit in chain], dtype=np.float64)
+    queueing_s = float((problem.block_s_N * problem.load_N)[nodes] @ lengths)
+
+    def lost_s(only: CostWeights) -> float:
+        return float(expected_loss_s(problem, only)[nodes].sum())
+
+    terms = {"failures_s": lost_s(CostWeights(failure=weights.failure))}
+    if weights.stability > 0.0:
+        terms["stability_s"] = lost_s(CostWeights(failure=0.0, stability=weights.stability))
+    if weights.load != 1.0:
+        terms["queueing_s"] = (weights.load - 1.0) * queueing_s
+    return terms
 
 
 NodeValues = Mapping[PeerId, float] | Floats | None

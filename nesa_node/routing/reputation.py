@@ -63,19 +63,15 @@ def reliability(
     failures: float,
     drains: float,
     blame: float = 0.0,
-    stability: float = 1.0,
 ) -> float:
     """The probability, 0 to 1, that a node stays available for the length of a session.
 
     `uptime_s`: its time in the swarm, in which `failures` exits without notice and `drains` planned
-    ones were observed. `blame`: aggregate of reports (`aggregate_blame`). `stability`: topological
-    stability (homology), 0 to 1; its square root is used, since uptime reflects a part of it
-    already.
+    ones were observed. `blame`: aggregate of reports (`aggregate_blame`).
     """
     events = PRIOR_FAILURES + max(failures, 0.0) + DRAIN_WEIGHT * max(drains, 0.0)
     per_s = events / (PRIOR_S + max(uptime_s, 0.0))
-    place: float = math.sqrt(min(max(stability, 0.0), 1.0))
-    return math.exp(-SESSION_HORIZON_S * per_s) * place * blame_factor(blame)
+    return math.exp(-SESSION_HORIZON_S * per_s) * blame_factor(blame)
 
 
 def blame_factor(blame: float) -> float:

@@ -12,12 +12,14 @@ from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.errors import ConfigError, MissingBlocksError
 from nesa_node.core.ids import PeerId
 from nesa_node.routing.chain_request import (
+    SHIPPED_WEIGHTS,
     Chain,
     ChainProblem,
+    CostWeights,
     Visit,
-    add_failure_costs,
-    chain_expected_loss_s,
+    apply_weights,
     step_time,
+    weighed_terms,
 )
 from nesa_node.routing.search.exact import (
     bottleneck_s,
@@ -169,19 +171,39 @@ class FunctionStrategy:
         return asdict(step_time(problem, chain))
 
 
+MAX_PUBLISHED_EXCESS = 0.05
+"""Most that a chain by published weights may cost above the best one by shipped weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class LatencyStrategy:
-    """The shortest step. Terms are its seconds and, with `failures`, the expected loss."""
+    """The shortest step. Terms are its seconds and, with `failures`, the expected loss.
+
+    `published`: weights that an orchestrator tuned to this swarm, used with `failures`.
+    Orchestrators are not trusted: if the chain that they choose costs more than
+    `MAX_PUBLISHED_EXCESS` above the chain by `weights`, as these weigh it, that one is used.
+    """
 
     failures: bool = False
+    weights: CostWeights = SHIPPED_WEIGHTS
+    published: CostWeights | None = None
     name: str = "exact-latency"
 
     def choose(self, problem: ChainProblem) -> Chain:
-        return exact_latency(add_failure_costs(problem) if self.failures else problem)
+        if not self.failures:
+            return exact_latency(problem)
+        own = apply_weights(problem, self.weights)
+        chain = exact_latency(own)
+        if self.published is None or not chain:
+            return chain
+        tuned = exact_latency(apply_weights(problem, self.published))
+        most_s = (1.0 + MAX_PUBLISHED_EXCESS) * step_time(own, chain).total_s
+        return tuned if step_time(own, tuned).total_s <= most_s else chain
 
     def terms(self, problem: ChainProblem, chain: Chain) -> Mapping[str, float]:
-        lost = {"failures_s": chain_expected_loss_s(problem, chain)} if self.failures else {}
-        return asdict(step_time(problem, chain)) | lost
+        used = self.published or self.weights
+        weighed = weighed_terms(problem, chain, used) if self.failures else {}
+        return asdict(step_time(problem, chain)) | weighed
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +251,7 @@ class GreedyStrategy:
         chains = [GreedyRule(prepared, parameters).choose() for parameters in each]
         if len(chains) == 1:
             return chains[0]
-        whole = add_failure_costs(problem)
+        whole = apply_weights(problem)
         return min(chains, key=lambda chain: step_time(whole, chain).total_s)
 
     def terms(self, problem: ChainProblem, chain: Chain) -> Mapping[str, float]:
@@ -261,6 +283,16 @@ def make_session_strategy(name: str, rng: np.random.Generator) -> Strategy:
     """As `make_strategy`, for live sessions: the default strategy includes expected failures."""
     strategy = make_strategy(name, rng)
     return replace(strategy, failures=True) if isinstance(strategy, LatencyStrategy) else strategy
+
+
+def reads_stability(strategy: Strategy) -> bool:
+    """Whether `stability_N` of a problem can change what `strategy` chooses."""
+    match strategy:
+        case GreedyStrategy(parameters=shipped, published=published):
+            return any(each.stability_weight > 0.0 for each in (shipped, *published))
+        case LatencyStrategy(failures=True, weights=weights, published=tuned):
+            return weights.stability > 0.0 or (tuned is not None and tuned.stability > 0.0)
+    return False
 
 
 @dataclass(frozen=True, slots=True)

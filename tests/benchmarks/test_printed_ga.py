@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.printed_ga import LEAST, MOST, breed_printed, printed_cost
 from nesa_node.routing.strategies import PrintedRule
-from nesa_node.routing.tuner import TuningScenario
+from nesa_node.routing.tuning_scenario import TuningScenario
 from tests.routing.problems import covered_problem
 
 

@@ -10,8 +10,9 @@ import pytest
 from nesa_node.core.errors import ConfigError, MissingBlocksError
 from nesa_node.routing.chain_request import (
     ChainProblem,
+    CostWeights,
     Visit,
-    add_failure_costs,
+    apply_weights,
     check_chain,
     step_time,
 )
@@ -22,7 +23,15 @@ from nesa_node.routing.search.greedy import (
     GreedyRule,
     shift_boundaries,
 )
-from nesa_node.routing.strategies import STRATEGIES, GreedyStrategy, explain, make_strategy
+from nesa_node.routing.strategies import (
+    STRATEGIES,
+    GreedyStrategy,
+    LatencyStrategy,
+    explain,
+    make_session_strategy,
+    make_strategy,
+    reads_stability,
+)
 from tests.routing.problems import covered_problem, random_problem, small_problem
 
 
@@ -122,7 +131,6 @@ def _twins(**arrays: list[float]) -> ChainProblem:
     [
         ({"load_N": [0.9, 0.1]}, 1, 0),
         ({"reliability_N": [0.5, 0.99]}, 1, 0),
-        ({"stability_N": [0.5, 1.0]}, 1, 0),
     ],
 )
 def test_greedy_prefers_what_the_printed_rule_avoids(
@@ -159,13 +167,13 @@ def test_blocks_go_to_the_faster_of_two_neighbours() -> None:
     )
 
 
-def test_greedy_takes_less_than_a_millisecond_for_a_thousand_nodes() -> None:
+def test_greedy_takes_less_than_two_milliseconds_for_a_thousand_nodes() -> None:
     problem = covered_problem(np.random.default_rng(1), 1000, 80)
     rule = GreedyRule(GreedyInputs.from_problem(problem), GreedyParameters(gamma=1.8, beta=1.2))
     began = time.process_time()
     for _ in range(50):
         rule.choose()
-    assert (time.process_time() - began) / 50 < 1e-3
+    assert (time.process_time() - began) / 50 < 2e-3
 
 
 def test_published_exponents_never_lose_time_and_sometimes_save_it() -> None:
@@ -174,7 +182,7 @@ def test_published_exponents_never_lose_time_and_sometimes_save_it() -> None:
     saved = 0
     for seed in range(20):
         problem = covered_problem(np.random.default_rng(seed), 40, 20)
-        whole = add_failure_costs(problem)
+        whole = apply_weights(problem)
         alone, trying = (
             step_time(whole, GreedyStrategy(published=published).choose(problem)).total_s
             for published in ((), (afraid, eager))
@@ -184,11 +192,76 @@ def test_published_exponents_never_lose_time_and_sometimes_save_it() -> None:
     assert saved > 0
 
 
+def test_stability_decides_where_it_has_a_weight() -> None:
+    """In both rules, by as much as the weight; `explain` has its term, else it is not read."""
+    problem = _twins(stability_N=[0.5, 1.0])
+    rng = np.random.default_rng(0)
+    blind = make_strategy("homology-greedy", rng), make_session_strategy("exact-latency", rng)
+    seeing = (
+        GreedyStrategy(GreedyParameters(stability_weight=0.5)),
+        LatencyStrategy(failures=True, weights=CostWeights(stability=0.5)),
+    )
+    for strategy in blind:
+        chain = strategy.choose(problem)
+        assert chain[0].node == 0
+        assert not {"stability", "stability_s"} & {*strategy.terms(problem, chain)}
+        assert not reads_stability(strategy)
+    for strategy in seeing:
+        assert strategy.choose(problem)[0].node == 1
+        assert reads_stability(strategy)
+    shaky, sure = ((Visit(node, 0, 4),) for node in (0, 1))
+    greedy, latency = seeing
+    assert greedy.terms(problem, sure)["stability"] == pytest.approx(0.0)
+    lost = greedy.terms(problem, shaky)
+    both = (1 - 0.9 * 0.5**0.5) / (1 - 0.9)  # the median unreliability is the reference
+    assert lost["reliability"] + lost["stability"] == pytest.approx(0.1 * both)
+    assert lost["reliability"] == pytest.approx(0.1)
+    assert latency.terms(problem, shaky)["stability_s"] == pytest.approx(0.5 * 0.5 * 10 / 200)
+    assert latency.terms(problem, sure)["stability_s"] == pytest.approx(0.0)
+    assert not reads_stability(replace(latency, failures=False))
+    assert reads_stability(LatencyStrategy(failures=True, published=CostWeights(stability=1.0)))
+    assert reads_stability(GreedyStrategy(published=(GreedyParameters(stability_weight=1.0),)))
+
+
+def test_weights_change_the_default_cost_and_its_terms_add_up() -> None:
+    weights = CostWeights(failure=3.0, stability=1.5, load=0.25)
+    strategy = LatencyStrategy(failures=True, weights=weights)
+    changed = 0
+    for seed in range(20):
+        problem = covered_problem(np.random.default_rng(seed), 40, 20)
+        chain, plain = strategy.choose(problem), LatencyStrategy(failures=True).choose(problem)
+        cost, other = (sum(strategy.terms(problem, each).values()) for each in (chain, plain))
+        assert cost == pytest.approx(step_time(apply_weights(problem, weights), chain).total_s)
+        assert cost <= other
+        changed += chain != plain
+    assert changed > 10
+
+
+def test_published_weights_cost_at_most_a_twentieth_by_the_shipped_ones() -> None:
+    """Orchestrators are not trusted: weights at the bounds of a search are followed so far."""
+    hostile = CostWeights(failure=0.25, stability=2.0, load=0.25)
+    followed = refused = 0
+    for seed in range(40):
+        problem = covered_problem(np.random.default_rng(seed), 40, 20)
+        own = apply_weights(problem)
+        alone = LatencyStrategy(failures=True).choose(problem)
+        tuned = LatencyStrategy(failures=True, weights=hostile).choose(problem)
+        told = LatencyStrategy(failures=True, published=hostile).choose(problem)
+        alone_s, tuned_s, told_s = (step_time(own, each).total_s for each in (alone, tuned, told))
+        assert told_s <= 1.05 * alone_s
+        followed += told == tuned != alone
+        refused += tuned_s > 1.05 * alone_s
+    assert followed > 0
+    assert refused > 0
+
+
 def test_parameters_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
         GreedyParameters(gamma=float("nan"))
     with pytest.raises(ValueError, match="below 0"):
         GreedyParameters(transfer_weight=-1.0)
+    with pytest.raises(ValueError, match="below 0"):
+        CostWeights(load=float("nan"))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -215,9 +288,14 @@ def test_more_first_nodes_find_cheaper_chains_by_the_rule() -> None:
     better = 0
     for seed in range(30):
         prepared = GreedyInputs.from_problem(covered_problem(np.random.default_rng(seed), 40, 20))
-        one, four = (GreedyRule(prepared, GreedyParameters(starts=starts)) for starts in (1, 4))
+        one, four = (
+            GreedyRule(prepared, GreedyParameters(beam=beam, branches=branches))
+            for beam, branches in ((1, 1), (4, 2))
+        )
         costs = [sum(rule.terms(rule.choose()).values()) for rule in (one, four)]
         better += costs[1] < costs[0] - 1e-9
     assert better >= 5
-    with pytest.raises(ValueError, match="starts"):
-        GreedyParameters(starts=0)
+    with pytest.raises(ValueError, match="beam"):
+        GreedyParameters(beam=0)
+    with pytest.raises(ValueError, match="branches"):
+        GreedyParameters(branches=0)

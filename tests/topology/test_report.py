@@ -12,7 +12,8 @@ import pytest
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.topology.changes.triggers import HistoryEntry, Trigger, trigger_readings
 from nesa_node.topology.links.matrix import Links
-from nesa_node.topology.report import MAX_LINKS, connection_heights, topology_report
+from nesa_node.topology.report import MAX_LINKS, topology_report
+from nesa_node.topology.shape.stability import connection_heights
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import NodeState, Snapshot
 

@@ -122,7 +122,7 @@ def _format_rate(steps_per_s: float | None) -> str:
 
 
 def _print_tuning(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
-    """Print the exponents of the greedy rule with their reason, and the result for schemas."""
+    """Print the tuned values with the reasons for them, and the result for schemas."""
     done = "changed" if body["published"] else "nothing was changed"
     console.print(f"{name}, {when}: {done}\nmodel {body['model']}")
     if body["candidates"]:
@@ -130,7 +130,9 @@ def _print_tuning(console: Console, name: str, when: str, body: Mapping[str, Any
             f"{body['candidates']} candidates each, by the genetic algorithm and by chance, on "
             f"{body['learnt_from']} sessions; judged on {body['held_out']} that came later"
         )
-    console.print(f"exponents: {body['reason']}")
+    console.print(f"greedy rule: {body['reason']}")
+    if body.get("cost_reason"):
+        console.print(f"default cost: {body['cost_reason']}")
     values = ", ".join(f"{term} {value:.3g}" for term, value in body["exponents"].items())
     console.print(f"in use (version {body['version']}): {values}")
     console.print(f"schemas: {body['schemas']}")
@@ -144,6 +146,13 @@ _TERM_LABELS = {
     "transfer_s": "transfers between nodes",
     "exit_s": "transfer back",
 }
+
+_WEIGHED_LABELS = {
+    "failures_s": "failures are expected to cost",
+    "stability_s": "unstable places in the network are expected to cost",
+    "queueing_s": "tuned weights count queueing",
+}
+"""What the default cost of sessions adds to the time of a step."""
 
 
 def print_decisions(decisions: Sequence[LoggedDecision], rows: int) -> None:
@@ -211,9 +220,9 @@ def _print_session(console: Console, name: str, when: str, body: Mapping[str, An
     )
     console.print(f"a step was expected to take {_format_ms(sum(step_s.values()))}: {causes}")
     own = dict(body["terms"])
-    lost_s = own.pop("failures_s", 0.0)
-    if lost_s:
-        console.print(f"failures are expected to cost {_format_ms(lost_s)} more per token")
+    for term, cause in _WEIGHED_LABELS.items():
+        if own.pop(term, 0.0):
+            console.print(f"{cause} {_format_ms(body['terms'][term])} more per token")
     if own != dict(step_s):
         terms = ", ".join(f"{term} {value:.4g}" for term, value in body["terms"].items())
         console.print(f"the strategy's own cost was {body['cost']:.4g}: {terms}")

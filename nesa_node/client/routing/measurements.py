@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -17,6 +17,12 @@ from nesa_node.core.ids import PeerId, Span
 from nesa_node.swarm.node import Swarm
 from nesa_node.topology.links.estimate import fill_links
 from nesa_node.topology.links.matrix import Links, MeasuredLink, assemble_links
+from nesa_node.topology.shape.stability import (
+    MAX_HEIGHTS,
+    ConnectionHeights,
+    connection_heights,
+    node_stability,
+)
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 MIN_REFUSED_RECORDS = 3
@@ -24,6 +30,10 @@ MIN_REFUSED_RECORDS = 3
 REFUSAL_WINDOW_S = 600.0
 """Seconds after which a refusal no longer counts."""
 _MAX_TRACKED_PEERS = 1024
+
+
+MAX_STABILITY_NODES = 2000
+"""Nodes above which stability is not computed: its time is quadratic in them."""
 
 
 class ClosableLink(Protocol):
@@ -92,20 +102,29 @@ class LatencyView:
         self._links: Links | None = None
         self._links_made_at = -math.inf
         self._refresh_lock = asyncio.Lock()
+        self._heights: deque[ConnectionHeights] = deque(maxlen=MAX_HEIGHTS)
+        self.stability: Mapping[PeerId, float] = {}
+        """Of the nodes at the last refresh, if that was asked for; else empty."""
 
     async def add_links(
-        self, snapshot: Snapshot, span: Span, *, may_ping: bool = True
+        self,
+        snapshot: Snapshot,
+        span: Span,
+        *,
+        may_ping: bool = True,
+        with_stability: bool = False,
     ) -> tuple[Snapshot, Mapping[PeerId, float]]:
         """`snapshot` with its links, and the client's round trips to its nodes in ms.
 
         With `may_ping`, candidates for both ends of a chain over `span` are pinged, where there are
         at least two and the last ping is older than `RTT_FRESH_S`, and unmeasured links are
         estimated. Without it, returns at once with what is known. NaN for unknown round trips.
+        `with_stability` updates `stability` whenever links are assembled anew.
         """
         if may_ping:
             async with self._refresh_lock:
                 await self._ping_ends(snapshot, span)
-                await self._refresh_links(snapshot)
+                await self._refresh_links(snapshot, with_stability)
         rtt_ms = {}
         for node in (*snapshot.nodes, *snapshot.joining):
             measured_ms = self._swarm.rtts.rtt_ms(node.peer_id)
@@ -141,7 +160,7 @@ class LatencyView:
         rtt_ms = self._estimated_ms(node.peer_id)
         return math.inf if math.isnan(rtt_ms) else rtt_ms, node.peer_id
 
-    async def _refresh_links(self, snapshot: Snapshot) -> None:
+    async def _refresh_links(self, snapshot: Snapshot, with_stability: bool) -> None:
         """Assemble the links among all nodes and this client if outdated or incomplete."""
         nodes = (*snapshot.nodes, *snapshot.joining)
         known, now = self._links, time.monotonic()
@@ -153,6 +172,11 @@ class LatencyView:
         places = {node.peer_id: node.location for node in nodes}
         self._links = await asyncio.to_thread(_assemble_all_links, said, places)
         self._links_made_at = now
+        if with_stability and len(snapshot.nodes) <= MAX_STABILITY_NODES:
+            linked = replace(snapshot, links=self._links)
+            self._heights.append(await asyncio.to_thread(connection_heights, linked))
+            peers = [node.peer_id for node in snapshot.nodes]
+            self.stability = node_stability(self._heights, peers)
 
 
 def _assemble_all_links(

@@ -17,6 +17,7 @@ from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.routing.snapshot_cache import SnapshotCache
 from nesa_node.compression import tensors
 from nesa_node.core.decision_log import DecisionLog, LoggedDecision
+from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.chain_request import Chain, ChainProblem, ChainRequest
@@ -27,16 +28,17 @@ from nesa_node.routing.reputation import (
     SpeedClaims,
     blame_penalty_s,
 )
-from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS
 from nesa_node.routing.strategies import (
     DEFAULT_STRATEGY,
     Alternative,
     GreedyStrategy,
+    LatencyStrategy,
     Strategy,
     explain,
     make_session_strategy,
+    reads_stability,
 )
-from nesa_node.routing.tuner import parse_published
+from nesa_node.routing.tuner import Tuning, parse_published
 from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.tasks import TaskSet
@@ -56,6 +58,8 @@ FAILED_AUDIT_INTERVAL_S = 30.0
 MAX_PUBLISHED_EXPONENTS = 3
 """Most sets of published exponents that are tried, of the longest known orchestrators: each costs
 planning time."""
+PUBLISHED_FRESH_S = 60.0
+"""Seconds after which the default strategy fetches published weights anew."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +73,8 @@ class PlanningView:
     """The client's round trips."""
     blames: Mapping[PeerId, float] = field(default_factory=dict)
     """Weighed reports."""
+    stability: Mapping[PeerId, float] = field(default_factory=dict)
+    """Topological stability, where the strategy reads it."""
 
     def holds(self, hops: Hops) -> bool:
         """Whether the nodes of `hops` are in the snapshot, with those blocks."""
@@ -162,7 +168,8 @@ class ChainPlanner:
         self._audit = audit
         self.strategy = make_session_strategy(strategy, np.random.default_rng())
         self._decisions = decisions
-        self._decision_writes = TaskSet()
+        self._background = TaskSet()
+        self._next_published_at = -math.inf
         self.avoidance = FailurePenalties(clock)
         self.claims = SpeedClaims(clock)
         self.refusals = RefusalTracker(clock)
@@ -181,30 +188,48 @@ class ChainPlanner:
             # A single candidate needs no links.
             return PlanningView(snapshot, request, {})
         if may_ping and isinstance(self.strategy, GreedyStrategy):
-            self.strategy = await self._with_published_exponents(self.strategy, request.model_id)
-        linked, rtt_ms = await self.latencies.add_links(snapshot, request.span, may_ping=may_ping)
+            await self._use_published(request.model_id)
+        elif may_ping and isinstance(self.strategy, LatencyStrategy):
+            self._refresh_published(request.model_id)
+        stable = reads_stability(self.strategy)
+        linked, rtt_ms = await self.latencies.add_links(
+            snapshot, request.span, may_ping=may_ping, with_stability=stable
+        )
         nodes = tuple(self.claims.clamp(node) for node in linked.nodes)
         if not request.is_chain:
             linked = replace(
                 linked, links=_links_through_client(rtt_ms, [n.peer_id for n in nodes])
             )
         blames = self._swarm.directory.blames(request.model_id)
-        return PlanningView(replace(linked, nodes=nodes), request, rtt_ms, blames)
+        stability = self.latencies.stability if stable else {}
+        return PlanningView(replace(linked, nodes=nodes), request, rtt_ms, blames, stability)
 
-    async def _with_published_exponents(
-        self, rule: GreedyStrategy, model_id: ModelId
-    ) -> GreedyStrategy:
-        """The rule with the exponents that orchestrators publish, within plausible bounds."""
-        placements = await self._swarm.notices.fetch(PlacementNotice, model_id)
+    def _refresh_published(self, model_id: ModelId) -> None:
+        """Fetch published weights in the background, at most every `PUBLISHED_FRESH_S`.
+
+        No session waits for them: a client's first chain is by the shipped weights.
+        """
+        now = self._clock()
+        if now >= self._next_published_at:
+            self._next_published_at = now + PUBLISHED_FRESH_S
+            self._background.start(self._use_published(model_id), name="published weights")
+
+    async def _use_published(self, model_id: ModelId) -> None:
+        """Give the strategy what orchestrators publish for it, within the bounds of a search."""
+        try:
+            placements = await self._swarm.notices.fetch(PlacementNotice, model_id)
+        except NesaError as error:
+            log.debug("published_weights_not_fetched", reason=str(error))
+            return
         known_s = self._swarm.notices.peer_ages.known_s
         placements = sorted(placements, key=lambda each: known_s(each.signer), reverse=True)
-        found = (
-            parse_published(each.exponents.values, SHIPPED_PARAMETERS)
+        found = [
+            tuning
             for each in placements
             if each.exponents is not None
-        )
-        published = dict.fromkeys(parameters for parameters in found if parameters is not None)
-        return replace(rule, published=tuple(published)[:MAX_PUBLISHED_EXPONENTS])
+            and (tuning := parse_published(each.exponents.values)) is not None
+        ]
+        self.strategy = _with_published(self.strategy, found)
 
     def plan_chain(
         self, view: PlanningView, keep: Hops, *, exclude: frozenset[PeerId], min_free_tokens: int
@@ -271,7 +296,7 @@ class ChainPlanner:
             writing = asyncio.to_thread(
                 self._write_decision, self._decisions, session, reason, view.snapshot, plan
             )
-            self._decision_writes.start(writing, name="decision")
+            self._background.start(writing, name="decision")
 
     def _write_decision(
         self,
@@ -290,7 +315,7 @@ class ChainPlanner:
     async def close(self) -> None:
         """Cancel pending writes and fetches."""
         await self.snapshots.close()
-        await self._decision_writes.close()
+        await self._background.close()
 
     def chain_request(self, view: PlanningView) -> ChainRequest:
         """Request for one decoded token, with penalties for failures seen here and for reports."""
@@ -304,7 +329,20 @@ class ChainPlanner:
             bytes_per_token=request.hidden_size * tensors.DTYPES[request.dtype].itemsize,
             entry_rtt_ms=view.rtt_ms,
             penalties_s={peer: seconds for peer, seconds in penalties_s.items() if seconds > 0},
+            stability=view.stability,
         )
+
+
+def _with_published(strategy: Strategy, found: Sequence[Tuning]) -> Strategy:
+    """`strategy` with what `found` has for it, of the longest known signer first."""
+    match strategy:
+        case GreedyStrategy():
+            rules = dict.fromkeys(each.rule for each in found)
+            return replace(strategy, published=tuple(rules)[:MAX_PUBLISHED_EXPONENTS])
+        case LatencyStrategy(weights=shipped):
+            weights = found[0].weights if found else shipped
+            return replace(strategy, published=None if weights == shipped else weights)
+    return strategy
 
 
 def _links_through_client(rtt_ms: Mapping[PeerId, float], peers: Sequence[PeerId]) -> Links:

@@ -1,7 +1,8 @@
 """Schema libraries: precomputed from the stored snapshots of a live swarm, and as JSON.
 
-The newest snapshots are held out: a library is used only if its choices have little regret there,
-and is then learnt again from all snapshots.
+The newest snapshots are held out. A library is learnt with and without features of the network's
+shape; the one whose choices have less regret there is used, if that is little, and is then learnt
+again from all snapshots.
 
 W snapshots, S schemas.
 """
@@ -33,7 +34,7 @@ from nesa_node.routing.placement.schemas import (
     schema_costs,
 )
 from nesa_node.routing.placement.score import Goal
-from nesa_node.routing.tuner import sample_snapshots
+from nesa_node.routing.tuning_scenario import sample_snapshots
 from nesa_node.topology.snapshot import Snapshot
 
 MIN_SNAPSHOTS = 16
@@ -47,12 +48,14 @@ MAX_REGRET = 0.05
 class PrecomputedLibrary:
     """A schema library, or None if none is worth using, with the reason.
 
-    `regret`: mean relative excess, on held-out snapshots, of the chosen schema over the best one.
+    `regret`: mean relative excess, on held-out snapshots, of the chosen schema over the best one;
+    `other_regret`: that of the library which was not taken, with or without shape.
     """
 
     library: SchemaLibrary | None
     reason: str
     regret: float | None = None
+    other_regret: float | None = None
     snapshots: int = 0
 
 
@@ -80,26 +83,37 @@ def precompute_library(
         return PrecomputedLibrary(None, f"{seconds:g} s suffice for {len(chosen)} snapshots only")
     instances = [snapshot_placement_problem(snapshot, replicas) for snapshot in chosen]
     cost_WS = schema_costs(instances, CANDIDATE_SCHEMAS, goal)
-    features_W = [placement_features(instance, with_homology=False) for instance in instances]
     cut = round(len(instances) * (1 - HELD_OUT_FRACTION))
 
-    def learnt(count: int) -> SchemaLibrary:
+    def learnt(features_W: Sequence[dict[str, float]]) -> SchemaLibrary:
         return learn_library(
-            cost_WS[:count],
-            features_W[:count],
+            cost_WS[: len(features_W)],
+            features_W,
             CANDIDATE_SCHEMAS,
             rng,
             num_blocks=blocks,
             goal=goal,
         )
 
-    regret = mean_regret(learnt(cut), cost_WS[cut:], features_W[cut:])
-    found = f"{regret:.1%} above the best schema on {len(instances) - cut} held-out snapshots"
+    regrets: dict[bool, float] = {}
+    features: dict[bool, list[dict[str, float]]] = {}
+    for shape in (False, True):
+        features[shape] = [placement_features(each, with_homology=shape) for each in instances]
+        library = learnt(features[shape][:cut])
+        regrets[shape] = mean_regret(library, cost_WS[cut:], features[shape][cut:])
+    shape = regrets[True] < regrets[False]
+    regret, other = regrets[shape], regrets[not shape]
+    found = (
+        f"{regret:.1%} above the best schema on {len(instances) - cut} held-out snapshots, "
+        f"{'with' if shape else 'without'} features of shape ({other:.1%} "
+        f"{'without' if shape else 'with'})"
+    )
     if regret > MAX_REGRET:
-        return PrecomputedLibrary(None, f"{found}: more than {MAX_REGRET:.0%}", regret, len(chosen))
-    library = learnt(len(chosen))
+        reason = f"{found}: more than {MAX_REGRET:.0%}"
+        return PrecomputedLibrary(None, reason, regret, other, len(chosen))
+    library = learnt(features[shape])
     kinds = f"{len(library.clusters)} kinds of topology in {len(chosen)} snapshots"
-    return PrecomputedLibrary(library, f"{found}; {kinds}", regret, len(chosen))
+    return PrecomputedLibrary(library, f"{found}; {kinds}", regret, other, len(chosen))
 
 
 def snapshot_placement_problem(snapshot: Snapshot, replicas: int) -> PlacementProblem:

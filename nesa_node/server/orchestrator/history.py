@@ -18,14 +18,14 @@ from nesa_node.server.orchestrator.planner import PlacementDecision
 from nesa_node.server.orchestrator.snapshot_store import SnapshotStore
 from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.topology.changes.triggers import HistoryEntry, Trigger, trigger_readings
-from nesa_node.topology.report import connection_heights, topology_report
+from nesa_node.topology.report import topology_report
+from nesa_node.topology.shape.stability import MAX_HEIGHTS, connection_heights
 from nesa_node.topology.snapshot import Snapshot, snapshot_digest
 
 log = get_logger(__name__)
 
 MAX_SHOWN_LOOKS = 2880
 """A day, at two per minute."""
-MAX_HEIGHTS = 60
 _PER_DECISION_PARAMETERS = frozenset({"cost_s"})
 
 

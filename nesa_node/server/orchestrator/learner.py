@@ -23,8 +23,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.routing.placement.schema_library import decode_library
 from nesa_node.routing.placement.schemas import SchemaLibrary
 from nesa_node.routing.placement.score import Goal
-from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS
-from nesa_node.routing.tuner import parse_published, published_values
+from nesa_node.routing.tuner import COST_GENES, SHIPPED_TUNING, parse_published
 from nesa_node.server.orchestrator.study import StudyRequest, StudyResult
 
 log = get_logger(__name__)
@@ -39,13 +38,11 @@ _MAX_FILE_BYTES = 8 << 20
 
 
 class LearnedExponents(msgspec.Struct, frozen=True, kw_only=True):
-    """Exponents and weights of the greedy rule: how often they were changed, when last, and why."""
+    """Tuned values (`Tuning.published`): how often they were changed, when last, and why."""
 
     version: int = 0
     at: float = 0.0
-    values: dict[str, float] = msgspec.field(
-        default_factory=lambda: published_values(SHIPPED_PARAMETERS)
-    )
+    values: dict[str, float] = msgspec.field(default_factory=SHIPPED_TUNING.published)
     why: str = "as shipped"
 
 
@@ -100,7 +97,7 @@ class Learner:
         except (OSError, msgspec.DecodeError, ConfigError, UnicodeDecodeError) as error:
             log.warning("study_result_not_loaded", file=str(self.path), reason=str(error))
             return
-        if parse_published(kept.tuned.values, SHIPPED_PARAMETERS) is not None:
+        if parse_published(kept.tuned.values) is not None:
             self.tuned = kept.tuned
         self._library = library
 
@@ -131,16 +128,18 @@ class Learner:
 
     def _adopt(self, found: StudyResult, library: SchemaLibrary | None) -> bool:
         self._library = library
-        if (
-            found.exponents == self.tuned.values
-            or parse_published(found.exponents, SHIPPED_PARAMETERS) is None
-        ):
+        if found.exponents == self.tuned.values or parse_published(found.exponents) is None:
             return False
+        same_cost = all(
+            self.tuned.values[name] == value
+            for name, value in found.exponents.items()
+            if name.startswith(COST_GENES.prefix)
+        )
         self.tuned = LearnedExponents(
             version=self.tuned.version + 1,
             at=self._wall_clock(),
             values=found.exponents,
-            why=found.tuning[:128],
+            why=(found.tuning if same_cost else f"default cost: {found.cost_tuning}")[:128],
         )
         return True
 
@@ -151,6 +150,7 @@ class Learner:
             "strategy": "homology-greedy",
             "published": changed,
             "reason": found.tuning,
+            "cost_reason": found.cost_tuning,
             "exponents": dict(self.tuned.values),
             "version": self.tuned.version,
             "gain": found.gain,

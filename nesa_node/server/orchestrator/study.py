@@ -19,8 +19,7 @@ import numpy as np
 
 from nesa_node.routing.placement.schema_library import encode_library, precompute_library
 from nesa_node.routing.placement.score import Goal
-from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS
-from nesa_node.routing.tuner import parse_published, published_values, retune
+from nesa_node.routing.tuner import SHIPPED_TUNING, parse_published, retune
 from nesa_node.server.orchestrator.snapshot_store import read_snapshots
 
 MAX_STUDIED_SNAPSHOTS = 1000
@@ -46,11 +45,13 @@ class StudyResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """`exponents` are those to use from now on; `library` is a document of `encode_library`, or
     None.
 
-    `tuning` and `schemas` give the reasons in words.
+    `tuning`, `cost_tuning` and `schemas` give the reasons in words: for the greedy rule, which the
+    figures describe, for the weights of the default cost, and for schemas.
     """
 
     exponents: dict[str, float]
     tuning: str
+    cost_tuning: str = ""
     gain: float = 0.0
     gain_error: float = 0.0
     learnt_from: int = 0
@@ -62,9 +63,9 @@ class StudyResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def study(request: StudyRequest) -> StudyResult:
-    """Tune exponents and precompute schemas. Raises `ConfigError` for an unreadable store."""
+    """Tune exponents and weights, precompute schemas. Raises `ConfigError` for a bad store."""
     snapshots = read_snapshots(Path(request.store), MAX_STUDIED_SNAPSHOTS)
-    now = parse_published(request.exponents, SHIPPED_PARAMETERS) or SHIPPED_PARAMETERS
+    now = parse_published(request.exponents) or SHIPPED_TUNING
     tuned = retune(
         snapshots,
         np.random.default_rng((request.seed, 0)),
@@ -81,13 +82,14 @@ def study(request: StudyRequest) -> StudyResult:
         clock=time.process_time,
     )
     return StudyResult(
-        exponents=published_values(tuned.parameters),
-        tuning=tuned.reason,
-        gain=tuned.gain,
-        gain_error=tuned.gain_error,
-        learnt_from=tuned.learnt_from,
-        held_out=tuned.held_out,
-        candidates=tuned.candidates,
+        exponents=tuned.tuning.published(),
+        tuning=tuned.rule.reason,
+        cost_tuning=tuned.weights.reason,
+        gain=tuned.rule.gain,
+        gain_error=tuned.rule.gain_error,
+        learnt_from=tuned.rule.learnt_from,
+        held_out=tuned.rule.held_out,
+        candidates=tuned.rule.candidates,
         library=None if schemas.library is None else encode_library(schemas.library).decode(),
         schemas=schemas.reason,
         regret=schemas.regret,

@@ -310,8 +310,9 @@ class AnnouncedMove(BaseModel):
 
 
 class TunedExponents(BaseModel):
-    """Exponents and term weights of the greedy routing rule, tuned by the signer to this swarm.
+    """Exponents and weights of the greedy rule, and weights of the default cost of sessions.
 
+    The signer tuned them to this swarm; clients believe them within bounds (`routing/tuner.py`).
     `version` rises with every change, `at` is the time of the last one, and `why` says what it
     gained.
     """

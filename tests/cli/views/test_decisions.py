@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from nesa_node.cli.app import run_command
-from nesa_node.core.decision_log import DecisionLog
+from nesa_node.client.routing.planner import ChainPlan, describe_decision
+from nesa_node.core.decision_log import DecisionLog, LoggedDecision
 from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.routing.chain_request import ChainRequest, CostWeights
+from nesa_node.routing.chains import Hop
+from nesa_node.routing.strategies import LatencyStrategy
 from nesa_node.server.orchestrator.history import decision_entry
 from nesa_node.server.orchestrator.planner import Rebalancer
 from nesa_node.topology.snapshot import NodeState, Snapshot
@@ -94,3 +98,30 @@ def test_a_hostile_model_name_stays_plain_text(
     snapshot: Any = replace(_snapshot((0, 10), (10, 20)), model_id=ModelId(hostile))
     log.add(decision_entry(None, Rebalancer().decide(snapshot), snapshot, epoch=7))
     assert hostile in _explain(capsys, "none-")
+
+
+def test_a_session_says_what_failures_stability_and_queueing_cost(
+    log: DecisionLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.1 of a failure takes 5 ms of each of 200 tokens, and so on; a weight of 0 has no line."""
+    snapshot = _snapshot((0, 20))
+    nodes = tuple(replace(node, reliability=0.9, load=0.5) for node in snapshot.nodes)
+    snapshot = replace(snapshot, nodes=nodes)
+    peer = nodes[0].peer_id
+    plan = ChainPlan(
+        (Hop(peer, Span(0, 20)),), ChainRequest(span=Span(0, 20), stability={peer: 0.5})
+    )
+    tuned = CostWeights(failure=2.0, stability=0.5, load=1.5)
+    for name, weights in (("aa", CostWeights()), ("bb", tuned)):
+        strategy = LatencyStrategy(failures=True, weights=weights)
+        body = describe_decision(snapshot, plan, strategy, "opened")
+        log.add(LoggedDecision("session", name * 16, 1.8e9, body))
+    shipped = _explain(capsys, "aaaa")
+    assert "failures are expected to cost 5.0 ms more per token" in shipped
+    assert "unstable" not in shipped
+    assert "queueing" not in shipped.split("failures are expected")[1]
+    assert "own cost" not in shipped
+    text = _explain(capsys, "bbbb")
+    assert "failures are expected to cost 10.0 ms more per token" in text
+    assert "unstable places in the network are expected to cost 12.5 ms more per token" in text
+    assert "tuned weights count queueing 25.0 ms more per token" in text

@@ -22,7 +22,7 @@ from nesa_node.core.wait_tracking import WaitTracker
 from nesa_node.routing.chains import Hop
 from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS
 from nesa_node.routing.strategies import GreedyStrategy, make_strategy
-from nesa_node.routing.tuner import published_values
+from nesa_node.routing.tuner import Tuning
 from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.swarm.p2p.link_measurements import LinkSpeeds, RttTable
 from nesa_node.topology.snapshot import NodeState, Snapshot
@@ -105,6 +105,9 @@ def _nodes_of(
         transport=SimpleNamespace(open_stream=AsyncMock(side_effect=PeerUnreachableError("far"))),
         rtts=RttTable(),
         link_speeds=LinkSpeeds(),
+        notices=SimpleNamespace(
+            fetch=AsyncMock(return_value=[]), peer_ages=SimpleNamespace(known_s=lambda _: 0.0)
+        ),
     )
     request = RouteRequest(
         model_id=MODEL,
@@ -213,7 +216,7 @@ def _placement(signer: int, values: Mapping[str, float] | None) -> PlacementNoti
 
 async def test_client_tries_published_exponents_within_bounds_of_those_known_longest() -> None:
     sane = [
-        published_values(replace(SHIPPED_PARAMETERS, gamma=0.4 + signer / 10))
+        Tuning(rule=replace(SHIPPED_PARAMETERS, gamma=0.4 + signer / 10)).published()
         for signer in range(5)
     ]
     placements = [_placement(signer, values) for signer, values in enumerate(sane)]

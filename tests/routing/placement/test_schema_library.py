@@ -23,6 +23,7 @@ from nesa_node.routing.placement.schema_library import (
 )
 from nesa_node.routing.placement.schemas import (
     CANDIDATE_SCHEMAS,
+    SchemaLibrary,
     choose_schema,
     placement_features,
     schema_costs,
@@ -72,7 +73,9 @@ def test_schemas_learnt_from_a_store_are_near_the_best_for_what_comes_later() ->
     assert str(len(found.library.clusters)) in found.reason
     rooms = [snapshot_placement_problem(snapshot, 2) for snapshot in snapshots[1::8]]
     cost_WS = schema_costs(rooms, CANDIDATE_SCHEMAS, "latency")
-    features_W = [placement_features(room, with_homology=False) for room in rooms]
+    features_W = [
+        placement_features(room, with_homology=_has_shape(found.library)) for room in rooms
+    ]
     by_hand = []
     for room, cost_S in zip(rooms, cost_WS, strict=True):
         choice = choose_schema(found.library, room)
@@ -115,3 +118,24 @@ def test_schemas_that_choose_badly_are_not_used(monkeypatch: pytest.MonkeyPatch)
     assert found.library is None
     assert found.regret == 0.06
     assert "more than 5%" in found.reason
+
+
+@pytest.mark.parametrize("shape", [True, False])
+def test_features_of_shape_are_used_where_they_choose_better_on_later_snapshots(
+    shape: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def regret(library: SchemaLibrary, *_: object) -> float:
+        return 0.01 if _has_shape(library) == shape else 0.02
+
+    monkeypatch.setattr(precompute_module, "mean_regret", regret)
+    snapshots = history(2 * MIN_SNAPSHOTS)
+    found = learnt(snapshots)
+    assert found.library is not None
+    assert _has_shape(found.library) == shape
+    assert (found.regret, found.other_regret) == (0.01, 0.02)
+    assert ("with features of shape (2.0% without)" in found.reason) == shape
+    choose_schema(found.library, snapshot_placement_problem(snapshots[0], 2))
+
+
+def _has_shape(library: SchemaLibrary) -> bool:
+    return any(name.startswith("h1.") for name in library.features)

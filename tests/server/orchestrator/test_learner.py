@@ -19,9 +19,10 @@ import pytest
 from nesa_node.cli.views.decisions import print_decision
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.ids import ModelId
-from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS, GreedyParameters
+from nesa_node.routing.chain_request import CostWeights
+from nesa_node.routing.search.greedy import GreedyParameters
 from nesa_node.routing.succession import LeaseTerms
-from nesa_node.routing.tuner import published_values
+from nesa_node.routing.tuner import SHIPPED_TUNING, Tuning
 from nesa_node.server.orchestrator import learner as learner_module
 from nesa_node.server.orchestrator.history import History
 from nesa_node.server.orchestrator.learner import LearnedExponents, Learner
@@ -38,7 +39,7 @@ from tests.swarm.record_fields import MODEL_ID, make_status
 from tests.topology.simulation.churn import simulate_churn
 
 MODEL = ModelId(MODEL_ID)
-BETTER = published_values(GreedyParameters(gamma=0.5))
+BETTER = Tuning(rule=GreedyParameters(gamma=0.5)).published()
 
 
 def _store(path: Path, count: int) -> Path:
@@ -161,11 +162,31 @@ async def test_what_gains_is_published_signed_and_shown_with_its_reason(
         assert [each["why"] for each in seen["exponents"]["history"]] == ["as shipped", "3% gained"]
 
 
+async def test_weights_of_the_default_cost_are_learnt_and_published_beside_the_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weighed = Tuning(weights=CostWeights(failure=2.0, stability=0.5)).published()
+
+    async def weigh(_: bytes) -> bytes:
+        return msgspec.json.encode(
+            StudyResult(exponents=weighed, tuning="no", cost_tuning="2% gained", schemas="none")
+        )
+
+    monkeypatch.setattr(learner_module, "_run_study", weigh)
+    learner = _learner(tmp_path, 1)
+    await learner.learn()
+    assert learner.tuned.values == weighed
+    assert learner.tuned.why == "default cost: 2% gained"
+    again = _learner(tmp_path, 1)
+    again.load()
+    assert again.tuned == learner.tuned
+
+
 def test_a_study_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     learner = _learner(tmp_path, 1)
     learner._save(
         StudyResult(
-            exponents=published_values(SHIPPED_PARAMETERS),
+            exponents=SHIPPED_TUNING.published(),
             tuning="0.10% +- 0.20% gained on 90 held-out sessions: nothing changes",
             learnt_from=180,
             held_out=90,

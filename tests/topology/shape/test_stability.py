@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from nesa_node.topology.report import height_deviation, stability_scores
+from nesa_node.topology.shape.stability import height_deviation, stability_scores
 
 NAN = np.nan
 
