@@ -67,7 +67,7 @@ from nesa_node.topology.simulation.world import LargeWorld, make_large_world
 
 DEFAULTS = Options(model="70b", nodes=(10_000, 50_000), runs=3)
 QUICK = Options(model="70b", nodes=(6_000,), runs=1)
-COUNTS = (32, 64, MAX_CHAIN_CANDIDATES, 2 * MAX_CHAIN_CANDIDATES)
+COUNTS = (32, 64, 192, MAX_CHAIN_CANDIDATES)
 """Candidates in the comparison."""
 PLAN_NODES = 3000
 MAX_EXACT_NODES = 8000

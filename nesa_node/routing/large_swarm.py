@@ -39,7 +39,7 @@ from nesa_node.topology.shape.failure_domains import (
 from nesa_node.topology.shape.merge_tree import components_at
 from nesa_node.topology.snapshot import Snapshot
 
-MAX_CHAIN_CANDIDATES = 192
+MAX_CHAIN_CANDIDATES = 384
 """Nodes among which a chain is searched."""
 MAX_ADDED_HOLDERS = 64
 HOLDERS_PER_BLOCK = 8
