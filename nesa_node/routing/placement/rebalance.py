@@ -94,7 +94,7 @@ def rebalance_problem(
     """The same where the placement problem of `snapshot` is known."""
     policy, costs = policy or RebalancePolicy(), costs or MoveCosts()
     fixed = frozenset(row for row, peer in enumerate(instance.problem.peers) if peer in pinned)
-    search = _RebalanceSearch(snapshot, instance, goal, policy, costs, fixed, start)
+    search = RebalanceSearch(snapshot, instance, goal, policy, costs, fixed, start)
     deficit = instance.current_assignment().deficit(instance)
     nothing = None
     if deficit.replicas:
@@ -131,7 +131,9 @@ def no_moves(score: PlacementScore, goal: Goal, refused: str = "") -> RebalanceP
 
 
 @dataclass(frozen=True, slots=True)
-class _RebalanceSearch:
+class RebalanceSearch:
+    """The searches of `rebalance`, one per kind of move."""
+
     snapshot: Snapshot
     instance: PlacementProblem
     goal: Goal
