@@ -117,6 +117,16 @@ class LargeSwarm:
                 values_N[self.row_of[peer]] = value
         return values_N
 
+    def away_s_N(self, request: ChainRequest) -> Floats:
+        """Seconds from the client to each node and from there back, [N]."""
+        entry_s_N, exit_s_N = client_seconds(
+            request,
+            self.node_values(request.entry_rtt_ms),
+            self.node_values(request.entry_bytes_per_s),
+            self.node_values(request.exit_bytes_per_s),
+        )
+        return entry_s_N + exit_s_N
+
     def usable_N(self, request: ChainRequest) -> Bools:
         """The nodes that `request` may use, as `build_problem` chooses them."""
         usable_N: Bools = self.free_tokens_N >= request.min_free_tokens
@@ -192,14 +202,9 @@ def choose_candidates(
     """
     span = slice(request.span.start, request.span.end)
     usable_N = swarm.usable_N(request)
-    entry_s_N, exit_s_N = client_seconds(
-        request,
-        swarm.node_values(request.entry_rtt_ms),
-        swarm.node_values(request.entry_bytes_per_s),
-        swarm.node_values(request.exit_bytes_per_s),
-    )
+    away_s_N = swarm.away_s_N(request)
     away_s_G = np.full(len(swarm.least_s_GB), np.inf)
-    np.minimum.at(away_s_G, swarm.branch_N[usable_N], (entry_s_N + exit_s_N)[usable_N])
+    np.minimum.at(away_s_G, swarm.branch_N[usable_N], away_s_N[usable_N])
     least_s_GB = swarm.least_s_GB[:, span]
     least_s_GB = np.where(np.isfinite(least_s_GB), least_s_GB, least_s_GB.min(axis=0))
     chosen_N = np.zeros(len(usable_N), dtype=np.bool_)

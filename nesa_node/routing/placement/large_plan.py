@@ -19,7 +19,7 @@ import numpy as np
 
 from nesa_node.core.arrays import Floats, Ints
 from nesa_node.core.errors import MissingBlocksError
-from nesa_node.routing.chain_request import ChainRequest, client_seconds
+from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.chains import Hop, chain_cost_s
 from nesa_node.routing.large_swarm import LargeSwarm, choose_candidates, plan_large_chain
 from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan
@@ -201,7 +201,7 @@ def choose_plan_candidates(
         work_s_G.append(float((runs * cost_s_N[members]).sum() + missing * cost_s_N[members[-1]]))
     chosen: set[int] = set()
     for number, request in enumerate(requests, 1):
-        away_s_N = _away_s(swarm, request)
+        away_s_N = swarm.away_s_N(request)
         bound_s_G = [
             float(away_s_N[members].min()) + work_s
             for members, work_s in zip(members_G, work_s_G, strict=True)
@@ -211,17 +211,6 @@ def choose_plan_candidates(
             if len(chosen) >= most * number // len(requests):
                 break
     return np.array(sorted(chosen), dtype=np.int64)
-
-
-def _away_s(swarm: LargeSwarm, request: ChainRequest) -> Floats:
-    """Seconds from the client to each node and from there back, [N]."""
-    entry_s_N, exit_s_N = client_seconds(
-        request,
-        swarm.node_values(request.entry_rtt_ms),
-        swarm.node_values(request.entry_bytes_per_s),
-        swarm.node_values(request.exit_bytes_per_s),
-    )
-    return entry_s_N + exit_s_N
 
 
 def _fill_branches(
@@ -291,5 +280,5 @@ def _latency_bound_s(
     if not len(filled) or filled[-1] < blocks:
         return np.inf
     work_s = float((np.diff(filled, prepend=0) * swarm.busy_block_s_N[fastest]).sum())
-    ways_s = [float(_away_s(swarm, request).min()) for request in requests]
+    ways_s = [float(swarm.away_s_N(request).min()) for request in requests]
     return work_s + float(np.mean(ways_s)) + requests[0].visit_s
