@@ -79,7 +79,7 @@ def measure(nodes: int, seed: int) -> dict[str, Any]:
         seconds[part] = time.perf_counter() - started
         busy_s[part] = time.process_time() - busy
 
-    before = _peak_bytes()
+    before = peak_bytes()
     with timed("snapshot"):
         world = make_world(nodes, BLOCKS, np.random.default_rng(seed))
     request = ChainRequest(span=Span(0, BLOCKS), entry_rtt_ms=world.client_rtt_ms_CN[0])
@@ -92,7 +92,7 @@ def measure(nodes: int, seed: int) -> dict[str, Any]:
         chain = solve_latency(build_problem(world.snapshot, request))
     with timed("place_latency"):
         quick = plan_placement(world.snapshot, request, goal="latency")
-    peak = _peak_bytes()
+    peak = peak_bytes()
     with timed("place_throughput"):
         wide = plan_placement(world.snapshot, request, goal="throughput")
     with timed("rebalance"):
@@ -106,7 +106,7 @@ def measure(nodes: int, seed: int) -> dict[str, Any]:
         "required_s": round(sum(seconds[part] for part in needed), 3),
         "required_cpu_s": round(sum(busy_s[part] for part in needed), 3),
         "peak_mb": round((peak - before) / 1e6, 1),
-        "peak_with_rest_mb": round((_peak_bytes() - before) / 1e6, 1),
+        "peak_with_rest_mb": round((peak_bytes() - before) / 1e6, 1),
         "landmarks": len(shape.landmarks.node_K),
         "chain_s": chain.cost_s,
         "placed_latency_s": quick.latency_s,
@@ -135,7 +135,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     )
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """Of this program alone: `getrusage` would count what the parent had when it forked."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("VmHWM:"):

@@ -17,6 +17,8 @@ from nesa_node.core.errors import ConfigError, MissingBlocksError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.chain_request import ChainRequest, build_problem
 from nesa_node.routing.chains import ChainChooser, Hop, visits_to_hops
+from nesa_node.routing.large_swarm import LargeSwarm, prepare_large_swarm
+from nesa_node.routing.placement.large_plan import study_large_change
 from nesa_node.routing.placement.moves import MoveCosts, RebalancePlan
 from nesa_node.routing.placement.plan import (
     WhatIfResult,
@@ -30,11 +32,12 @@ from nesa_node.routing.placement.score import Goal
 from nesa_node.routing.search.pareto import Objectives, pareto_front
 from nesa_node.routing.strategies import make_strategy
 from nesa_node.server.orchestrator.snapshot_store import is_snapshot_store, read_snapshots
-from nesa_node.topology.geography import CITIES
+from nesa_node.topology.geography import CITIES, locations_array
+from nesa_node.topology.links.sparse import estimate_sparse_links
 from nesa_node.topology.simulation.devices import LLAMA_70B, Block
 from nesa_node.topology.simulation.newcomer import add_newcomers, parse_newcomer
 from nesa_node.topology.simulation.swarm_file import MAX_SWARM_FILE_BYTES, parse_swarm_file
-from nesa_node.topology.simulation.world import make_world
+from nesa_node.topology.simulation.world import make_large_world, make_world
 from nesa_node.topology.snapshot import Snapshot
 from nesa_node.topology.snapshot_json import MAX_SNAPSHOT_BYTES, snapshot_from_json
 
@@ -136,7 +139,9 @@ def _make_central_request(snapshot: Snapshot) -> ChainRequest:
 
 
 _WORLD_DEFAULTS = {"regions": 8.0, "nodes": 30.0, "blocks": 80.0, "clients": 4.0, "homes": 0.7}
-_WORLD_LIMITS = {"regions": len(CITIES), "nodes": 5000, "blocks": 1000, "clients": 64}
+_WORLD_LIMITS = {"regions": len(CITIES), "nodes": 50_000, "blocks": 1000, "clients": 64}
+MAX_DENSE_NODES = 5000
+"""Nodes up to which a made-up swarm has the links of all pairs, and all of `simulate`'s options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +263,7 @@ class SimulatedSwarm:
         self, add: Sequence[str], remove: Sequence[str], question: WhatIfSettings
     ) -> SwarmChange:
         before = assign_empty_nodes(self.snapshot, question)
-        lost = self._match_removed(remove)
+        lost = match_peers([node.peer_id for node in self.snapshot.nodes], remove)
         joined, rng = before, np.random.default_rng(0)
         for words in add:
             try:
@@ -276,16 +281,53 @@ class SimulatedSwarm:
         changed = assign_empty_nodes(changed, question)
         return SwarmChange(before, changed, question, tuple(names), lost)
 
-    def _match_removed(self, patterns: Sequence[str]) -> tuple[PeerId, ...]:
-        peers = [node.peer_id for node in self.snapshot.nodes]
-        lost: list[PeerId] = []
-        for pattern in patterns:
-            found = [peer for peer in peers if fnmatchcase(peer, pattern)]
-            if not found:
-                some = ", ".join(peers[:8]) + (", ..." if len(peers) > 8 else "")
-                raise ConfigError(f"--remove {pattern}: no node is called that; there are {some}")
-            lost += [peer for peer in found if peer not in lost]
-        return tuple(lost)
+
+def match_peers(peers: Sequence[PeerId], patterns: Sequence[str]) -> tuple[PeerId, ...]:
+    """The peers that match any of the patterns of --remove. Raises `ConfigError` for one without
+    a match."""
+    lost: dict[PeerId, None] = {}
+    for pattern in patterns:
+        found = [peer for peer in peers if fnmatchcase(peer, pattern)]
+        if not found:
+            some = ", ".join(peers[:8]) + (", ..." if len(peers) > 8 else "")
+            raise ConfigError(f"--remove {pattern}: no node is called that; there are {some}")
+        lost.update(dict.fromkeys(found))
+    return tuple(lost)
+
+
+@dataclass(frozen=True, slots=True)
+class LargeSimulatedSwarm:
+    """A made-up swarm of many thousand nodes, whose links are estimated from a few per node."""
+
+    name: str
+    client: str
+    swarm: LargeSwarm
+    requests: Sequence[ChainRequest]
+
+    def make_question(self, *, goal: Goal, replicas: int, strategy: ChainChooser) -> WhatIfSettings:
+        costs = MoveCosts(
+            block_bytes=LLAMA_70B.weight_bytes(self.swarm.snapshot.nodes[0].quantization),
+            cache_bytes=float(LLAMA_70B.cache_bytes),
+        )
+        return WhatIfSettings(
+            requests=self.requests, goal=goal, replicas=replicas, strategy=strategy, costs=costs
+        )
+
+    def apply_changes(
+        self, add: Sequence[str], remove: Sequence[str], question: WhatIfSettings
+    ) -> SimulationOutcome:
+        """As `SimulatedSwarm.apply_changes`; raises `ConfigError` for nodes that join."""
+        if add:
+            raise ConfigError(f"--add is for swarms of up to {MAX_DENSE_NODES} nodes")
+        peers = self.swarm.links.peers
+        lost = match_peers(peers, remove)
+        kept = np.array([row for row, peer in enumerate(peers) if peer not in set(lost)])
+        if not len(kept):
+            raise ConfigError("--remove leaves no node at all; keep one")
+        changed = self.swarm.without(kept, question.requests[0]) if lost else self.swarm
+        asked = [replace(each, exclude=frozenset(lost)) for each in question.requests]
+        answer = study_large_change(self.swarm, changed, replace(question, requests=asked))
+        return SimulationOutcome(self.name, self.client, question, {}, lost, answer)
 
 
 def load_strategy(name: str) -> ChainChooser:
@@ -326,7 +368,7 @@ def read_swarm_file(path: Path) -> SimulatedSwarm:
     )
 
 
-def make_world_swarm(words: str, seed: int) -> SimulatedSwarm:
+def make_world_swarm(words: str, seed: int) -> SimulatedSwarm | LargeSimulatedSwarm:
     """Generate a swarm from `regions=3,nodes=30`. Raises `ConfigError` for malformed text."""
     values = dict(_WORLD_DEFAULTS)
     for part in filter(None, words.split(",")):
@@ -342,6 +384,8 @@ def make_world_swarm(words: str, seed: int) -> SimulatedSwarm:
             raise ConfigError(f"--world {key}={values[key]:g}: a whole number from 1 to {most}")
     if not 0 <= values["homes"] <= 1:
         raise ConfigError(f"--world homes={values['homes']:g}: a share from 0 to 1")
+    if values["nodes"] > MAX_DENSE_NODES:
+        return _make_large_swarm(values, seed)
     made = make_world(
         int(values["nodes"]),
         int(values["blocks"]),
@@ -358,4 +402,37 @@ def make_world_swarm(words: str, seed: int) -> SimulatedSwarm:
         made.client_rtt_ms_CN,
         LLAMA_70B,
         made.snapshot.nodes[0].quantization,
+    )
+
+
+def _make_large_swarm(values: Mapping[str, float], seed: int) -> LargeSimulatedSwarm:
+    made = make_large_world(
+        int(values["nodes"]),
+        int(values["blocks"]),
+        seed,
+        num_regions=int(values["regions"]),
+        num_clients=int(values["clients"]),
+        residential_share=values["homes"],
+    )
+    nodes = made.snapshot.nodes
+    links = estimate_sparse_links(
+        [node.peer_id for node in nodes],
+        locations_array([node.location for node in nodes]),
+        made.measured,
+        np.random.default_rng(seed),
+    )
+    whole = ChainRequest(
+        span=Span(0, made.snapshot.num_blocks), bytes_per_token=float(LLAMA_70B.hidden_bytes)
+    )
+    requests = []
+    for rtt_ms_N, rows in zip(made.client_rtt_ms_CN, made.client_pings_CA, strict=True):
+        expected_N = links.expect_from(rows, rtt_ms_N[rows])
+        by_peer = dict(zip(links.peers, expected_N.tolist(), strict=True))
+        requests.append(replace(whole, entry_rtt_ms=by_peer))
+    regions = ", ".join(region.name for region in made.regions)
+    return LargeSimulatedSwarm(
+        f"a world of {len(nodes)} nodes in {regions}",
+        f"the mean of {made.num_clients}",
+        prepare_large_swarm(made.snapshot, links, whole),
+        requests,
     )

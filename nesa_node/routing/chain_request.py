@@ -182,9 +182,14 @@ def expected_loss_s(problem: ChainProblem, weights: CostWeights = SHIPPED_WEIGHT
     the probability of failure times the recovery time, divided by the tokens of the session.
     `benchmarks routing` measures the effect on latency.
     """
-    seconds_N: Floats = weights.failure * (1.0 - problem.reliability_N)
-    seconds_N += weights.stability * (1.0 - problem.stability_N)
-    seconds_N *= RECOVERY_S / TOKENS_PER_SESSION
+    seconds_N = weights.failure * loss_seconds(problem.reliability_N)
+    seconds_N += weights.stability * loss_seconds(problem.stability_N)
+    return seconds_N
+
+
+def loss_seconds(reliability_N: Floats) -> Floats:
+    """Seconds lost per token by visits to nodes of these reliabilities, float64 [N]."""
+    seconds_N: Floats = (1.0 - reliability_N) * (RECOVERY_S / TOKENS_PER_SESSION)
     return seconds_N
 
 
@@ -285,9 +290,12 @@ def build_problem(snapshot: Snapshot, request: ChainRequest) -> ChainProblem:
     nodes = [snapshot.nodes[row] for row in rows]
     peers = tuple(node.peer_id for node in nodes)
     span = request.span
-    entry_trip_s_N = _one_way_s(_values_at(request.entry_rtt_ms, snapshot, rows), request)
-    up_N = _values_at(request.entry_bytes_per_s, snapshot, rows)
-    down_N = _values_at(request.exit_bytes_per_s, snapshot, rows)
+    entry_s_N, exit_s_N = client_seconds(
+        request,
+        _values_at(request.entry_rtt_ms, snapshot, rows),
+        _values_at(request.entry_bytes_per_s, snapshot, rows),
+        _values_at(request.exit_bytes_per_s, snapshot, rows),
+    )
     return ChainProblem(
         peers=peers,
         num_blocks=len(span),
@@ -299,10 +307,21 @@ def build_problem(snapshot: Snapshot, request: ChainRequest) -> ChainProblem:
         spare_N=_floats([_spare_share(node) for node in nodes]),
         reliability_N=_floats([node.reliability for node in nodes]),
         stability_N=_floats([request.stability.get(peer, 1.0) for peer in peers]),
-        entry_s_N=entry_trip_s_N + _message_s(up_N, request),
-        exit_s_N=entry_trip_s_N + _message_s(down_N, request),
+        entry_s_N=entry_s_N,
+        exit_s_N=exit_s_N,
         transfer_s_NN=transfer_seconds(snapshot, peers, request),
     )
+
+
+def client_seconds(
+    request: ChainRequest, rtt_ms_N: Floats, up_N: Floats, down_N: Floats
+) -> tuple[Floats, Floats]:
+    """Seconds of a step's message from the client to each node, and from there back, [N] each.
+
+    NaN is unknown in round trips, and in rates from and to the client.
+    """
+    one_way_s_N = _one_way_s(rtt_ms_N, request)
+    return one_way_s_N + _message_s(up_N, request), one_way_s_N + _message_s(down_N, request)
 
 
 def block_seconds(nodes: Sequence[NodeState], tokens: int) -> Floats:
@@ -314,7 +333,7 @@ def block_seconds(nodes: Sequence[NodeState], tokens: int) -> Floats:
     speed_N = _floats(
         [node.decode_tokens_per_s if tokens == 1 else node.prefill_tokens_per_s for node in nodes]
     )
-    length_N = _floats([len(node.span) for node in nodes])
+    length_N = _floats([max(len(node.span), 1) for node in nodes])
     measured_N = (speed_N > 0) & np.isfinite(speed_N)
     block_s_N = np.full(len(nodes), DEFAULT_BLOCK_S * tokens)
     clipped = np.maximum(speed_N[measured_N], MIN_TOKENS_PER_S)

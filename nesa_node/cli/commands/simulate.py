@@ -21,7 +21,11 @@ def simulate(
     *,
     nodes: Annotated[
         Path | None,
-        Parameter(group=SWARM_GROUP, help="A file that describes a swarm: docs/simulate.md."),
+        Parameter(
+            group=SWARM_GROUP,
+            help="A file that describes a swarm: docs/simulate.md. Or a number: so many made-up "
+            "nodes.",
+        ),
     ] = None,
     world: Annotated[
         str | None,
@@ -86,6 +90,8 @@ def simulate(
 
     No node is started or contacted: the planners of a live swarm run on a description.
     """
+    if nodes is not None and world is None and str(nodes).isdecimal() and not nodes.exists():
+        nodes, world = None, f"nodes={nodes}"
     if sum(given is not None for given in (nodes, world, replay)) != 1:
         raise ConfigError("give one of --nodes FILE, --world KEY=NUMBER,... and --replay FILE")
     if not 1 <= replicas <= 100:
@@ -96,7 +102,14 @@ def simulate(
         raise ConfigError("--replay shows what was recorded: leave out --add and --remove")
     if replay is not None and pareto:
         raise ConfigError("--pareto is for one swarm: give --nodes or --world instead of --replay")
-    from nesa_node.cli.simulation_input import load_strategy, make_world_swarm, read_swarm_file
+    from nesa_node.cli.simulation_input import (
+        MAX_DENSE_NODES,
+        LargeSimulatedSwarm,
+        SimulatedSwarm,
+        load_strategy,
+        make_world_swarm,
+        read_swarm_file,
+    )
     from nesa_node.cli.views import simulation as plots
     from nesa_node.cli.views import simulation as views
 
@@ -115,7 +128,9 @@ def simulate(
     with track_wait("the planners to place the nodes"):
         scene = read_swarm_file(nodes) if nodes is not None else make_world_swarm(world or "", seed)
         asked = scene.make_question(goal=goal, replicas=replicas, strategy=use)
-        if pareto:
+        if pareto and isinstance(scene, LargeSimulatedSwarm):
+            raise ConfigError(f"--pareto is for swarms of up to {MAX_DENSE_NODES} nodes")
+        if pareto and isinstance(scene, SimulatedSwarm):
             chains = scene.find_pareto_chains(add, remove, asked, seed)
             views.print_pareto(scene, chains, as_json=as_json)
             if plot is not None:

@@ -52,7 +52,7 @@ def move_to_deficit(instance: PlacementProblem, assignment: Assignment, node: in
     most = int(instance.max_blocks_N[node])
     if most == 0:
         return assignment
-    holders_B = assignment.count_holders_B(instance.problem.num_blocks)
+    holders_B = assignment.count_holders_B(instance.problem.num_blocks) + instance.others.holders_B
     holders_B[assignment.starts_N[node] : assignment.ends_N[node]] -= 1
     # A block without a holder outweighs all replicas that could be missing elsewhere.
     wanted_B = (holders_B < instance.replicas) + len(holders_B) * (holders_B == 0)
@@ -74,7 +74,7 @@ def balance_throughput(
     rate_N = instance.blocks_per_s_N
     blocks = instance.problem.num_blocks
     deficit = assignment.deficit(instance)
-    flow = solve_max_flow(assignment, rate_N, blocks)
+    flow = solve_max_flow(assignment, rate_N, blocks, instance.others.speed_SE)
     moves = 0
     while tries > 0 and moves != max_moves:
         improved = False
@@ -86,7 +86,7 @@ def balance_throughput(
                 )
                 if deficit < moved.deficit(instance):
                     continue
-                wider = solve_max_flow(moved, rate_N, blocks)
+                wider = solve_max_flow(moved, rate_N, blocks, instance.others.speed_SE)
                 if wider.steps_per_s > flow.steps_per_s * _MIN_GAIN_RATIO:
                     assignment, flow, deficit = moved, wider, moved.deficit(instance)
                     improved = True

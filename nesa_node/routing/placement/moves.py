@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from nesa_node.core.arrays import Ints
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.placement.placement_problem import Assignment, PlacementProblem
 from nesa_node.routing.placement.score import Goal, PlacementScore
@@ -126,7 +127,7 @@ def move_cost(
 def swarm_seconds_lost(instance: PlacementProblem, nodes: Mapping[int, float]) -> float:
     """Seconds of the whole swarm's work lost while `nodes` are away for the given seconds."""
     rate_N = instance.blocks_per_s_N
-    total = float(rate_N.sum())
+    total = float(rate_N.sum() + instance.others.speed_SE.sum())
     lost = sum(float(rate_N[node]) * away_s for node, away_s in nodes.items())
     return lost / total if total > 0 else 0.0
 
@@ -139,17 +140,20 @@ def schedule_waves(
     *,
     ready: frozenset[int],
     broken: bool,
+    fixed_B: Ints | None = None,
 ) -> list[list[int]]:
     """The nodes of `moving` in waves, each as early as is safe; nodes that never are, are left out.
 
     Make before break: a moving node counts as away, and every block of its old span needs a ready
     node that stays. Only in a `broken` swarm, which has no complete chain anyway, the blocks that a
-    node keeps may be unavailable while it loads.
+    node keeps may be unavailable while it loads. `fixed_B`: ready holders beside these nodes.
     """
     waves: list[list[int]] = []
     left, assignment = list(moving), before
     while left:
         holders_B = _ready_holders(num_blocks, assignment, ready)
+        if fixed_B is not None:
+            holders_B = holders_B + fixed_B
         wave: list[int] = []
         for node in left:
             here = slice(int(assignment.starts_N[node]), int(assignment.ends_N[node]))

@@ -22,13 +22,42 @@ from nesa_node.topology.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class FixedHolders:
+    """Nodes beside those of a problem, which keep their spans (`large_plan.py`).
+
+    `holders_B`, `inside_DB`: how many hold each block, in all and in each failure domain; all of
+    them serve. `speed_SE`: total blocks/s of those with span s:e, [B + 1, B + 1].
+    """
+
+    holders_B: Ints
+    inside_DB: Ints
+    speed_SE: Floats
+
+    @classmethod
+    def none(cls, num_blocks: int, num_domains: int) -> FixedHolders:
+        nothing_B = np.zeros(num_blocks, dtype=np.int64)
+        inside_DB = np.zeros((num_domains, num_blocks), dtype=np.int64)
+        size = num_blocks + 1
+        return cls(nothing_B, inside_DB, np.zeros((size, size)))
+
+    def speed_B(self) -> Floats:
+        """Blocks/s per block if each node divides its time evenly among its blocks."""
+        start_H, end_H = np.nonzero(self.speed_SE)
+        share_H = self.speed_SE[start_H, end_H] / (end_H - start_H)
+        steps = np.zeros(len(self.holders_B) + 1)
+        np.add.at(steps, start_H, share_H)
+        np.add.at(steps, end_H, -share_H)
+        return np.maximum(np.cumsum(steps)[:-1], 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PlacementProblem:
     """The choice of a span for every node.
 
     `problem`: the nodes with their present spans. `max_blocks_N`: capacity of each node in blocks,
     at most those of the model. `replicas`: holders wanted per block. `other_clients`: the same
     problem for further clients, with their own entry and exit times. `domains_DN`: which nodes may
-    fail together.
+    fail together. `fixed`: what other nodes hold, if any.
     """
 
     problem: ChainProblem
@@ -36,6 +65,7 @@ class PlacementProblem:
     replicas: int = 1
     other_clients: tuple[ChainProblem, ...] = ()
     domains_DN: Bools = field(default_factory=lambda: np.zeros((0, 0), dtype=np.bool_))
+    fixed: FixedHolders | None = None
 
     def __post_init__(self) -> None:
         if self.max_blocks_N.shape != (self.problem.num_nodes,):
@@ -54,6 +84,11 @@ class PlacementProblem:
     def blocks_per_s_N(self) -> Floats:
         """Blocks per second of each idle node, times its reliability."""
         return self.problem.reliability_N / np.maximum(self.problem.block_s_N, 1e-12)
+
+    @property
+    def others(self) -> FixedHolders:
+        """What other nodes hold, `fixed` or nothing."""
+        return self.fixed or FixedHolders.none(self.problem.num_blocks, len(self.domains_DN))
 
     @property
     def client_problems(self) -> tuple[ChainProblem, ...]:
@@ -92,7 +127,7 @@ class Assignment:
         return np.cumsum(steps)[:num_blocks]
 
     def deficit(self, instance: PlacementProblem) -> CoverageDeficit:
-        holders_B = self.count_holders_B(instance.problem.num_blocks)
+        holders_B = self.count_holders_B(instance.problem.num_blocks) + instance.others.holders_B
         missing_B = np.maximum(instance.replicas - holders_B, 0)
         return CoverageDeficit(int((holders_B == 0).sum()), int(missing_B.sum()))
 
@@ -105,8 +140,9 @@ class Assignment:
     def count_exposed(self, instance: PlacementProblem) -> int:
         """Pairs of a block and a failure domain that contains all holders of the block."""
         holds_NB = self.holds_NB(instance.problem.num_blocks).astype(np.float32)
-        inside_DB = instance.domains_DN.astype(np.float32) @ holds_NB
-        return int(count_exposed_B(inside_DB, holds_NB.sum(axis=0)).sum())
+        inside_DB = instance.domains_DN.astype(np.float32) @ holds_NB + instance.others.inside_DB
+        holders_B = holds_NB.sum(axis=0) + instance.others.holders_B
+        return int(count_exposed_B(inside_DB, holders_B).sum())
 
     def span(self, node: int) -> Span:
         return Span(int(self.starts_N[node]), int(self.ends_N[node]))

@@ -34,7 +34,7 @@ from nesa_node.routing.placement.placement_problem import (
 )
 from nesa_node.routing.placement.recipes import Pipelines
 from nesa_node.routing.placement.score import Goal, PlacementScore, best_chain, score_assignment
-from nesa_node.routing.placement.spread import spreading_moves
+from nesa_node.routing.placement.spread import ExposureSearch, spreading_moves
 from nesa_node.topology.snapshot import Snapshot
 
 MAX_PIPELINE_SEARCH_NODES = 200
@@ -75,10 +75,26 @@ def rebalance(
     an assignment (of a schema) whose best chains are tried first; in large swarms it replaces the
     search for pipelines.
     """
-    policy, costs = policy or RebalancePolicy(), costs or MoveCosts()
     instance = make_placement_problem(snapshot, requests, replicas=replicas)
+    return rebalance_problem(
+        snapshot, instance, goal=goal, policy=policy, costs=costs, pinned=pinned, start=start
+    )
+
+
+def rebalance_problem(
+    snapshot: Snapshot,
+    instance: PlacementProblem,
+    *,
+    goal: Goal = "latency",
+    policy: RebalancePolicy | None = None,
+    costs: MoveCosts | None = None,
+    pinned: frozenset[PeerId] = frozenset(),
+    start: Assignment | None = None,
+) -> RebalancePlan:
+    """The same where the placement problem of `snapshot` is known."""
+    policy, costs = policy or RebalancePolicy(), costs or MoveCosts()
     fixed = frozenset(row for row, peer in enumerate(instance.problem.peers) if peer in pinned)
-    search = _RebalanceSearch(snapshot, instance, goal, policy, costs, fixed, start)
+    search = RebalanceSearch(snapshot, instance, goal, policy, costs, fixed, start)
     deficit = instance.current_assignment().deficit(instance)
     nothing = None
     if deficit.replicas:
@@ -115,7 +131,9 @@ def no_moves(score: PlacementScore, goal: Goal, refused: str = "") -> RebalanceP
 
 
 @dataclass(frozen=True, slots=True)
-class _RebalanceSearch:
+class RebalanceSearch:
+    """The searches of `rebalance`, one per kind of move."""
+
     snapshot: Snapshot
     instance: PlacementProblem
     goal: Goal
@@ -207,6 +225,7 @@ class _RebalanceSearch:
         Without a hole, where time matters less, those that expose fewest blocks precede.
         """
         found = []
+        exposures = None if deficit.holes else ExposureSearch.begin(self.instance, assignment)
         for node in range(self.instance.problem.num_nodes):
             if node in moved or node in self.pinned_nodes:
                 continue
@@ -215,7 +234,7 @@ class _RebalanceSearch:
             if left < deficit:
                 old, new = assignment.span(node), candidate.span(node)
                 load = len(new) - max(0, min(old.end, new.end) - max(old.start, new.start))
-                exposed = 0 if deficit.holes else candidate.count_exposed(self.instance)
+                exposed = exposures.exposed_after(node, new) if exposures else 0
                 found.append(((left, exposed, load, node), candidate))
         for (*_, node), candidate in sorted(found, key=lambda each: each[0]):
             yield node, candidate
@@ -300,7 +319,15 @@ class _RebalanceSearch:
         )
         broken = now.deficit(self.instance).holes > 0
         blocks = self.instance.problem.num_blocks
-        waves = schedule_waves(blocks, now, after, moving, ready=ready, broken=broken)
+        waves = schedule_waves(
+            blocks,
+            now,
+            after,
+            moving,
+            ready=ready,
+            broken=broken,
+            fixed_B=self.instance.others.holders_B,
+        )
         return {node: number for number, wave in enumerate(waves) for node in wave}
 
     def _make_plan(

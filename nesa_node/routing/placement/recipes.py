@@ -75,14 +75,18 @@ def water_fill(
     `coverage`."""
     rate_N = instance.blocks_per_s_N
     for node in nodes:
-        most = int(instance.max_blocks_N[node])
-        if most == 0:
-            starts_N[node] = 0
-            continue
-        last = instance.problem.num_blocks - most
-        start = coverage.best_start(most, float(rate_N[node]), instance.replicas, 0, last)
-        starts_N[node] = start
-        coverage.add_span(start, most, float(rate_N[node]))
+        most, rate = int(instance.max_blocks_N[node]), float(rate_N[node])
+        starts_N[node] = fill_one(coverage, most, rate, instance.replicas)
+
+
+def fill_one(coverage: BlockCoverage, max_blocks: int, blocks_per_s: float, replicas: int) -> int:
+    """Add the best span for one more node to `coverage`; its start, 0 without any capacity."""
+    if max_blocks == 0:
+        return 0
+    last = len(coverage.holders_B) - max_blocks
+    start = coverage.best_start(max_blocks, blocks_per_s, replicas, 0, last)
+    coverage.add_span(start, max_blocks, blocks_per_s)
+    return start
 
 
 FillOrder = Literal["memory", "speed", "near"]
@@ -164,7 +168,8 @@ def apply_recipe(
     """
     blocks = instance.problem.num_blocks
     starts_N = np.zeros(instance.problem.num_nodes, dtype=np.int64)
-    coverage = BlockCoverage.empty(blocks)
+    others = instance.others
+    coverage = BlockCoverage(others.holders_B.copy(), others.speed_B())
     free_N = instance.max_blocks_N > 0
     if pipelines is None or not recipe.searched:
         pipelines = Pipelines(instance, searched=recipe.searched)

@@ -38,7 +38,9 @@ class MaxFlow:
     bottleneck_B: NDArray[np.bool_]
 
 
-def solve_max_flow(assignment: Assignment, rate_N: Floats, num_blocks: int) -> MaxFlow:
+def solve_max_flow(
+    assignment: Assignment, rate_N: Floats, num_blocks: int, fixed_SE: Floats | None = None
+) -> MaxFlow:
     """The exact maximum flow, equal to the linear program over all divisions of nodes' time.
 
     Node i does `rate_N[i]` blocks per second, divided freely among the blocks of its span; every
@@ -48,8 +50,10 @@ def solve_max_flow(assignment: Assignment, rate_N: Floats, num_blocks: int) -> M
     U) / |U|. The complement of U is a set of gaps, and a node holds none of U if its span lies
     inside one gap. So for a guess g a dynamic program over the ends of gaps finds the most violated
     set in O(B^2), and the ratio of that set is the next guess (Dinkelbach's method).
+
+    `fixed_SE`: `FixedHolders.speed_SE`, the speed of further nodes.
     """
-    inside_BB = _speed_inside(assignment, rate_N, num_blocks)
+    inside_BB = _speed_inside(assignment, rate_N, num_blocks, fixed_SE)
     total = float(inside_BB[0, num_blocks])
     narrow_B = np.ones(num_blocks, dtype=np.bool_)
     guess = total / num_blocks
@@ -90,10 +94,12 @@ def flow_bound(max_blocks_N: Ints, rate_N: Floats, num_blocks: int) -> float:
         limit = better
 
 
-def _speed_inside(assignment: Assignment, rate_N: Floats, num_blocks: int) -> Floats:
+def _speed_inside(
+    assignment: Assignment, rate_N: Floats, num_blocks: int, fixed_SE: Floats | None
+) -> Floats:
     """The total speed [s, e] of the nodes with a span within `s:e`."""
     size = num_blocks + 1
-    by_span = np.zeros((size, size))
+    by_span = np.zeros((size, size)) if fixed_SE is None else fixed_SE.copy()
     holds = assignment.ends_N > assignment.starts_N
     np.add.at(by_span, (assignment.starts_N[holds], assignment.ends_N[holds]), rate_N[holds])
     later_starts = np.cumsum(by_span[::-1], axis=0)[::-1]
@@ -163,7 +169,12 @@ class PlacementScore:
 
 
 def score_assignment(instance: PlacementProblem, assignment: Assignment) -> PlacementScore:
-    flow = solve_max_flow(assignment, instance.blocks_per_s_N, instance.problem.num_blocks)
+    flow = solve_max_flow(
+        assignment,
+        instance.blocks_per_s_N,
+        instance.problem.num_blocks,
+        instance.others.speed_SE,
+    )
     latencies_s = [
         best_chain_latency_s(instance.chain_problem(assignment, client))
         for client in range(len(instance.client_problems))

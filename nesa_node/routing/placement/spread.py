@@ -55,7 +55,7 @@ def spreading_moves(
     exposed = assignment.count_exposed(instance)
     if exposed == 0:
         return
-    search = _ExposureSearch.begin(instance, assignment)
+    search = ExposureSearch.begin(instance, assignment)
     busy = _chain_nodes(instance, assignment) if goal == "latency" else frozenset()
     found = []
     for node in np.flatnonzero(instance.max_blocks_N).tolist():
@@ -78,8 +78,8 @@ def _chain_nodes(instance: PlacementProblem, assignment: Assignment) -> frozense
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _ExposureSearch:
-    """Holders of each block of an assignment; `inside_DB`: those in each failure domain."""
+class ExposureSearch:
+    """Holders of each block, fixed ones included; `inside_DB`: those in each failure domain."""
 
     instance: PlacementProblem
     domains_DN: Ints
@@ -88,10 +88,19 @@ class _ExposureSearch:
     inside_DB: Ints
 
     @classmethod
-    def begin(cls, instance: PlacementProblem, assignment: Assignment) -> _ExposureSearch:
+    def begin(cls, instance: PlacementProblem, assignment: Assignment) -> ExposureSearch:
         domains_DN = instance.domains_DN.astype(np.int64)
         holds_NB = assignment.holds_NB(instance.problem.num_blocks).astype(np.int64)
-        return cls(instance, domains_DN, holds_NB, holds_NB.sum(axis=0), domains_DN @ holds_NB)
+        holders_B = holds_NB.sum(axis=0) + instance.others.holders_B
+        inside_DB = domains_DN @ holds_NB + instance.others.inside_DB
+        return cls(instance, domains_DN, holds_NB, holders_B, inside_DB)
+
+    def exposed_after(self, node: int, span: Span) -> int:
+        """Exposed pairs after a move of `node` to `span`: O(D B), where counting takes O(D N B)."""
+        change_B = -self.holds_NB[node]
+        change_B[span.start : span.end] += 1
+        inside_DB = self.inside_DB + self.domains_DN[:, node, None] * change_B
+        return int(count_exposed_B(inside_DB, self.holders_B + change_B).sum())
 
     def best_start(self, node: int) -> tuple[float, int]:
         """Fewest exposed pairs after a move of `node`, and the start of its span then.

@@ -59,8 +59,11 @@ def fit_access_rates(rate_bytes_per_s_NN: Floats) -> AccessRates:
     known_NN = np.isfinite(rate_bytes_per_s_NN) & (rate_bytes_per_s_NN > 0)
     np.fill_diagonal(known_NN, False)
     i_E, j_E = np.nonzero(known_NN)
-    rate_E = rate_bytes_per_s_NN[i_E, j_E]
-    size = len(rate_bytes_per_s_NN)
+    return fit_pair_rates(len(rate_bytes_per_s_NN), i_E, j_E, rate_bytes_per_s_NN[i_E, j_E])
+
+
+def fit_pair_rates(size: int, i_E: Ints, j_E: Ints, rate_E: Floats) -> AccessRates:
+    """The same for a list of transfers among `size` nodes, `i_E` to `j_E`."""
     up_N, down_N = _max_rate_per_end(size, i_E, rate_E), _max_rate_per_end(size, j_E, rate_E)
     for _ in range(_ITERATIONS):
         narrow_E = up_N[i_E] <= down_N[j_E]

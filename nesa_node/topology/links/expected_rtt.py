@@ -129,19 +129,32 @@ def fit_coordinates(
     """
     known_NN = np.isfinite(rtt_ms_NN)
     np.fill_diagonal(known_NN, False)
-    degree_N = known_NN.sum(axis=1)
+    i_E, j_E = np.nonzero(known_NN)
+    return fit_pair_coordinates(i_E, j_E, rtt_ms_NN[i_E, j_E], start, rng, rounds=rounds)
+
+
+def fit_pair_coordinates(
+    i_E: Ints,
+    j_E: Ints,
+    rtt_ms_E: Floats,
+    start: NetworkCoordinates,
+    rng: np.random.Generator,
+    *,
+    rounds: int = 800,
+) -> NetworkCoordinates:
+    """The same for a list of directed pairs, sorted by `i_E`; only the nodes in `i_E` move."""
+    degree_N = np.bincount(i_E, minlength=len(start.error_N))
     rows_M = np.flatnonzero(degree_N)
     if not len(rows_M):
         return start
-    neighbours_E = np.nonzero(known_NN)[1]
     first_M = np.concatenate(([0], np.cumsum(degree_N)[:-1]))[rows_M]
     cloud = start
     for turn in range(rounds):
         pick_M = first_M + rng.integers(degree_N[rows_M])
-        others_M = neighbours_E[pick_M]
+        others_M = j_E[pick_M]
         gain = GAIN * min(1.0, 2.0 * (1.0 - turn / rounds))
         moved = update_coordinates(
-            cloud.select(rows_M), cloud.select(others_M), rtt_ms_NN[rows_M, others_M], rng, gain
+            cloud.select(rows_M), cloud.select(others_M), rtt_ms_E[pick_M], rng, gain
         )
         cloud = _replace_rows(cloud, rows_M, moved)
     return cloud
@@ -193,10 +206,15 @@ def fit_heights(rtt_ms_NN: Floats, light_ms_NN: Floats) -> HeightFit:
     and not by its square. A ridge pulls towards the typical values, which nodes without
     measurements get.
     """
-    size = len(rtt_ms_NN)
     known_NN = np.isfinite(rtt_ms_NN) & np.isfinite(light_ms_NN)
     i_E, j_E = np.nonzero(np.triu(known_NN, 1))
-    rtt_ms_E, light_ms_E = rtt_ms_NN[i_E, j_E], light_ms_NN[i_E, j_E]
+    return fit_pair_heights(len(rtt_ms_NN), i_E, j_E, rtt_ms_NN[i_E, j_E], light_ms_NN[i_E, j_E])
+
+
+def fit_pair_heights(
+    size: int, i_E: Ints, j_E: Ints, rtt_ms_E: Floats, light_ms_E: Floats
+) -> HeightFit:
+    """The same for a list of pairs of `size` nodes, each pair once."""
     height_N = np.full(size, TYPICAL_HEIGHT_MS)
     stretch = TYPICAL_STRETCH
     count = len(i_E)
@@ -244,30 +262,46 @@ def smooth_corrections(
     `distance(node)` gives the distances [N] of all nodes from one. A measurement's weight falls by
     a factor of e per `reach` of distance, at both ends.
     """
-    centres, place_N, apart_PP = _cluster_nodes(len(rtt_ms_NN), distance, reach)
-    log_PP = np.zeros((len(centres), len(centres)))
-    count_PP = np.zeros_like(log_PP)
+    clusters = find_clusters(len(rtt_ms_NN), distance, reach)
     known_NN = np.isfinite(rtt_ms_NN) & (rtt_ms_NN > 0) & (expected_ms_NN > 0)
     np.fill_diagonal(known_NN, False)
     i_E, j_E = np.nonzero(known_NN)
-    log_E = np.clip(
-        np.log(rtt_ms_NN[i_E, j_E] / expected_ms_NN[i_E, j_E]),
-        -MAX_LOG_CORRECTION,
-        MAX_LOG_CORRECTION,
-    )
-    np.add.at(log_PP, (place_N[i_E], place_N[j_E]), log_E)
-    np.add.at(count_PP, (place_N[i_E], place_N[j_E]), 1.0)
-    weight_PP = np.exp(-apart_PP / reach)
-    smooth_PP = weight_PP @ log_PP @ weight_PP.T
-    smooth_PP /= weight_PP @ count_PP @ weight_PP.T + SHRINKAGE_WEIGHT
-    factor_NN: Floats = np.exp(smooth_PP)[np.ix_(place_N, place_N)]
+    ratio_E = rtt_ms_NN[i_E, j_E] / expected_ms_NN[i_E, j_E]
+    factor_PP = correction_factors(clusters, i_E, j_E, ratio_E, reach)
+    factor_NN: Floats = factor_PP[np.ix_(clusters.cluster_N, clusters.cluster_N)]
     return factor_NN
 
 
-def _cluster_nodes(
-    size: int, distance: Callable[[int], Floats], reach: float
-) -> tuple[list[int], Ints, Floats]:
-    """Cluster centres, the cluster of each node [N], and the distances between centres [P, P].
+def correction_factors(
+    clusters: NodeClusters, i_E: Ints, j_E: Ints, ratio_E: Floats, reach: float
+) -> Floats:
+    """Correction factors between clusters, [P, P], of directed pairs measured at `ratio_E` times
+    what was expected."""
+    cluster_N = clusters.cluster_N
+    log_PP = np.zeros_like(clusters.apart_PP)
+    count_PP = np.zeros_like(log_PP)
+    log_E = np.clip(np.log(ratio_E), -MAX_LOG_CORRECTION, MAX_LOG_CORRECTION)
+    np.add.at(log_PP, (cluster_N[i_E], cluster_N[j_E]), log_E)
+    np.add.at(count_PP, (cluster_N[i_E], cluster_N[j_E]), 1.0)
+    weight_PP = np.exp(-clusters.apart_PP / reach)
+    smooth_PP = weight_PP @ log_PP @ weight_PP.T
+    smooth_PP /= weight_PP @ count_PP @ weight_PP.T + SHRINKAGE_WEIGHT
+    factor_PP: Floats = np.exp(smooth_PP)
+    return factor_PP
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeClusters:
+    """P clusters of near nodes: the node at the centre of each, the cluster of each node, and the
+    distances between centres."""
+
+    centre_P: Ints
+    cluster_N: Ints
+    apart_PP: Floats
+
+
+def find_clusters(size: int, distance: Callable[[int], Floats], reach: float) -> NodeClusters:
+    """Group nodes of which `distance(node)` gives the distances [N] from one.
 
     Greedy max-min: the next centre is the node farthest from all centres, until every node is
     within a tenth of `reach` of one or there are `MAX_CLUSTERS`.
@@ -287,7 +321,8 @@ def _cluster_nodes(
         following = int(np.argmax(nearest_N))
         if nearest_N[following] <= 0.1 * reach:
             break
-    return centres, place_N, np.array([column[centres] for column in columns])
+    apart_PP = np.array([column[centres] for column in columns])
+    return NodeClusters(np.array(centres, dtype=np.int64), place_N, apart_PP)
 
 
 CORRECTION_REACH_KM = 300.0

@@ -23,6 +23,7 @@ import numpy as np
 from nesa_node.core.arrays import Bools, Floats, Ints
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.links.matrix import Links
+from nesa_node.topology.links.sparse import SparseLinks
 from nesa_node.topology.shape.merge_tree import (
     MergeTree,
     make_filtration,
@@ -54,16 +55,22 @@ class FailureDomain:
     peers: frozenset[PeerId]
 
 
-def failure_domains(snapshot: Snapshot) -> tuple[FailureDomain, ...]:
+def failure_domains(
+    snapshot: Snapshot, sparse: SparseLinks | None = None
+) -> tuple[FailureDomain, ...]:
     """Failure domains of the serving and joining nodes, each set of nodes once.
 
-    A domain of all nodes is left out: no placement can survive its loss.
+    A domain of all nodes is left out: no placement can survive its loss. `sparse`: links of a large
+    swarm, whose snapshot has none.
     """
     nodes = (*snapshot.nodes, *snapshot.joining)
     everyone = frozenset(node.peer_id for node in nodes)
     found: dict[frozenset[PeerId], DomainKind] = {}
     if snapshot.links is not None:
         for branch in _link_branches(snapshot.links):
+            found.setdefault(branch & everyone, "branch")
+    if sparse is not None:
+        for branch in _sparse_branches(sparse):
             found.setdefault(branch & everyone, "branch")
     for kind, peers in _address_groups(nodes):
         found.setdefault(peers, kind)
@@ -108,6 +115,19 @@ def _link_branches(links: Links) -> tuple[frozenset[PeerId], ...]:
     return found
 
 
+def _sparse_branches(links: SparseLinks) -> Iterator[frozenset[PeerId]]:
+    """Persistent branches of the tree of clusters; one cluster may be a branch of many nodes."""
+    tree = cluster_tree(links)
+    for branch in persistent_branches(tree, min_height=MIN_SEPARATION_MS, min_leaves=1):
+        inside_N = np.isin(links.cluster_N, branch)
+        yield frozenset(links.peers[node] for node in np.flatnonzero(inside_N).tolist())
+
+
+def cluster_tree(links: SparseLinks) -> MergeTree:
+    """The merge tree of the clusters of `links`, by round trips without access delays in ms."""
+    return merge_tree(make_filtration(links.backbone_ms_PP()))
+
+
 def backbone_ms(rtt_ms_NN: Floats) -> Floats:
     """Round trips without both ends' access delays, [N, N]; inf where unknown, at least 0.1 ms."""
     access_N = access_delays_ms(rtt_ms_NN)
@@ -143,9 +163,13 @@ def access_delays_ms(rtt_ms_NN: Floats) -> Floats:
 
 
 def persistent_branches(
-    tree: MergeTree, *, min_height: float, min_persistence: float = MIN_PERSISTENCE
+    tree: MergeTree,
+    *,
+    min_height: float,
+    min_persistence: float = MIN_PERSISTENCE,
+    min_leaves: int = 2,
 ) -> Iterator[Ints]:
-    """The nodes of each branch of at least two that persists, children before parents.
+    """The nodes of each branch of `min_leaves` that persists, children before parents.
 
     A branch persists if it joins the next one at `min_height` or above, and at `min_persistence`
     times the height at which its own nodes had joined (which counts as half of `min_height` or
@@ -163,7 +187,7 @@ def persistent_branches(
         joined_at[one] = joined_at[other] = height
     for start, size, height, until in zip(starts, sizes, heights, joined_at, strict=True):
         since = max(height, min_height / 2)
-        if size > 1 and until >= max(min_height, min_persistence * since):
+        if size >= min_leaves and until >= max(min_height, min_persistence * since):
             yield tree.order_N[start : start + size]
 
 

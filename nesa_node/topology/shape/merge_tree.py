@@ -351,6 +351,13 @@ def _find_root(root: list[int], node: int) -> int:
     return node
 
 
+def components_at(tree: MergeTree, height: float) -> Ints:
+    """The number of each node's component at scale `height`, [N] from 0, in leaf order."""
+    component_N = np.empty(len(tree), dtype=np.int64)
+    component_N[tree.order_N] = np.cumsum(tree.gap_N > height) - 1
+    return component_N
+
+
 def leaf_heights(tree: MergeTree, leaf: int) -> Floats:
     """Heights between the leaf at `leaf` and all, [N] float64 *in leaf order*; 0 to itself."""
     row_N = np.empty(len(tree))

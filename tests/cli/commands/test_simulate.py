@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nesa_node.cli import simulation_input
 from nesa_node.cli.app import run_command
 from nesa_node.routing.strategies import STRATEGIES
 from nesa_node.topology.simulation.world import make_world
@@ -122,6 +123,22 @@ def test_a_made_up_world_is_the_same_for_the_same_seed(capsys: pytest.CaptureFix
     assert first == _told(capsys, "--world", world, "--seed", 5)
     assert first != _told(capsys, "--world", world, "--seed", 6)
     assert len(first["now"]["spans"]) == 12
+
+
+@pytest.mark.timeout(180)
+def test_many_thousand_nodes_are_planned_by_candidates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A number in the place of a file; the limit is lowered, so that the test is quick."""
+    monkeypatch.setattr(simulation_input, "MAX_DENSE_NODES", 200)
+    told = _told(capsys, "--nodes", 300, "--remove", "n000*")
+    assert len(told["lost"]) == 10
+    assert len(told["now"]["spans"]) == 300
+    assert len(told["changed"]["spans"]) == len(told["placed_anew"]["spans"]) == 290
+    assert 0 < told["placed_anew"]["latency_s"] <= told["changed"]["latency_s"]
+    assert "by branches" in told["placed_anew"]["method"]
+    for argv, words in ((["--pareto"], "--pareto is for"), (["--add", "t4@40ms"], "--add is for")):
+        assert words in _refused(capsys, "--nodes", 300, *argv)
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
@@ -246,6 +263,7 @@ def test_without_matplotlib_the_extra_is_named(
         (["--world", "nodes=5", "--add", "t4@atlantis"], "no region is called"),
         (["--world", "nodes=5", "--remove", "nobody"], "--remove nobody: no node is called that"),
         (["--world", "nodes=5", "--remove", "*"], "leaves no node at all"),
+        (["--world", "nodes=50001"], "nodes=50001: a whole number from 1 to 50000"),
         (["--world", "nodes=5", "--replicas", "0"], "--replicas 0"),
         (["--world", "nodes=5", "--seed=-1"], "--seed -1"),
         (["--replay", "x.jsonl", "--pareto"], "--pareto is for one swarm"),
