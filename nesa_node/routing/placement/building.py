@@ -180,31 +180,19 @@ def _plan_quantized(
     for count in range(1, len(few) + 1):
         if sum(each.blocks for each in few[:count]) < len(span):
             continue
-        plan = _make_plan(_choose(few, count, len(span)), span, quant_type, goal)
+        plan = _make_plan(few[:count], span, quant_type, goal)
         if best is None or plan.cost_s(goal) < best.cost_s(goal):
             best = plan
     return best
 
 
-def _choose(candidates: Sequence[_Candidate], count: int, blocks: int) -> list[_Candidate]:
-    """`count` machines with room for `blocks`, the slowest replaced while faster ones suffice.
-
-    `candidates` are ordered by room, the largest first.
-    """
-    chosen = list(candidates[:count])
-    spare = sorted(candidates[count:], key=lambda each: each.block_s)
-    for faster in spare:
-        slowest = max(chosen, key=lambda each: each.block_s)
-        room = sum(each.blocks for each in chosen) - slowest.blocks + faster.blocks
-        if faster.block_s < slowest.block_s and room >= blocks:
-            chosen[chosen.index(slowest)] = faster
-    return chosen
-
-
 def _make_plan(
     chosen: Sequence[_Candidate], span: Span, quant_type: QuantType, goal: PlacementGoal
 ) -> BuildPlan:
-    """Give each machine its share: the fastest as much as fits, or all the same time."""
+    """Give each machine its share: the fastest as much as fits, or all the same time.
+
+    A machine of whose share nothing is left has no part in the plan.
+    """
     ordered = sorted(chosen, key=lambda each: (each.block_s, each.peer))
     shares = _fill(ordered, len(span)) if goal == "latency" else _balance(ordered, len(span))
     spans, start = [], span.start
