@@ -12,12 +12,16 @@ if TYPE_CHECKING:
     from nesa_node.client.model.auto import (
         AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM,
     )
+    from nesa_node.server.pool.requests import create_swarm as create_swarm
 
 __version__ = "0.1.0"
 
-_EXPORTS = {"AutoDistributedModelForCausalLM": "nesa_node.client.model.auto"}
+_EXPORTS = {
+    "AutoDistributedModelForCausalLM": "nesa_node.client.model.auto",
+    "create_swarm": "nesa_node.server.pool.requests",
+}
 
-__all__ = ["AutoDistributedModelForCausalLM", "__version__"]
+__all__ = ["AutoDistributedModelForCausalLM", "__version__", "create_swarm"]
 
 
 def __getattr__(name: str) -> object:

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nesa_node.api.models.discovery import AnnouncedModel, ModelDirectory, watch_missing_blocks
 from nesa_node.api.schemas.generation_request import describe_sampling
-from nesa_node.core.errors import ModelError, NesaError, ResourceError
+from nesa_node.core.errors import ModelError, NesaError, ResourceError, SwarmError
 from nesa_node.core.ids import ModelId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
@@ -33,6 +33,10 @@ _LOCATE_RETRY_S = 600.0
 _OPEN_RETRY_S = 60.0
 """Time until a model that could not be opened is offered again."""
 _MAX_REFUSED_MODELS = 1024
+MAX_BUILD_WAIT_S = 120.0
+"""Longest wait of a request for a swarm that is built for it."""
+BUILT_POLL_INTERVAL_S = 0.5
+BUILD_RETRY_S = 30.0
 
 OpenModel = Callable[[str, frozenset[ModelId] | None], Awaitable["ServedModel"]]
 """Function that opens a model by name or folder; the ids are those that the swarm announces under
@@ -40,6 +44,16 @@ that name, or None if the operator named it. Raises `NesaError` if the model has
 Locate = Callable[[AnnouncedModel], Awaitable[str]]
 """Function that returns the name or folder by which an announced model may be opened, without a
 download. Raises `NesaError`, which says what to do, if there is none."""
+
+
+class SwarmBuilder(Protocol):
+    """Asks for swarms of models that are requested and not served."""
+
+    def allows(self, name: str) -> bool:
+        """Whether the operator allows a swarm of that name."""
+
+    async def build(self, name: str, wait_s: float) -> None:
+        """Return once it serves, or after `wait_s`. Raises `SwarmError` if it is refused."""
 
 
 @dataclass(slots=True)
@@ -84,8 +98,11 @@ class ModelRegistry:
         directory: ModelDirectory,
         open_model: OpenModel,
         locate: Locate,
+        build: SwarmBuilder | None = None,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
+        """`build` asks for swarms of models that no node serves; without it there are none."""
+        self._build = build if not given else None
         self._directory = directory
         self._poll_interval_s = poll_interval_s
         self._open = open_model
@@ -145,9 +162,39 @@ class ModelRegistry:
 
     async def get(self, name: str | None) -> ServedModel:
         """Model by name, opened if necessary. Raises `HttpProblem` and `NesaError`."""
-        entry = self.find_entry(name)
+        entry = await self._find_or_build(name)
         entry.last_used_s = time.monotonic()
         return await self._ensure_open(entry)
+
+    async def _find_or_build(self, name: str | None) -> ModelEntry:
+        """Find a model; one that no node serves is built first, if it may be.
+
+        Raises `HttpProblem`: 503 if it is not built, or not within `MAX_BUILD_WAIT_S`.
+        """
+        try:
+            return self.find_entry(name)
+        except HttpProblem:
+            if name is None or self._build is None or not self._build.allows(name):
+                raise
+        deadline = time.monotonic() + MAX_BUILD_WAIT_S
+        with track_wait("a swarm to be built", limit_s=MAX_BUILD_WAIT_S):
+            try:
+                await self._build.build(name, MAX_BUILD_WAIT_S)
+            except SwarmError as error:
+                raise HttpProblem(503, str(error), code="model_not_built", param="model") from error
+            while time.monotonic() < deadline:
+                if self._match_name(name):
+                    break
+                await asyncio.sleep(BUILT_POLL_INTERVAL_S)
+        if not self._match_name(name):
+            raise HttpProblem(
+                503,
+                f"The model `{name[:200]}` is being built; ask again later",
+                code="model_not_built",
+                param="model",
+                retry_after_s=BUILD_RETRY_S,
+            )
+        return self.find_entry(name)
 
     async def _ensure_open(self, entry: ModelEntry) -> ServedModel:
         if entry.served is not None:

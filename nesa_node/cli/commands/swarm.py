@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 
 from nesa_node.cli.flags import ORCHESTRATION, POOL, Flags, JsonFlag, load_command_config
 from nesa_node.cli.process_setup import exit_on_interrupt
-from nesa_node.core.errors import ConfigError, SwarmError
+from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import is_model_name
 from nesa_node.core.settings.choices import PlacementGoal, WeightQuality
 
@@ -191,29 +191,11 @@ def _replicas_text(least: int, most: int) -> str:
 
 
 async def _wait(pool: PoolClient, model: str, wait_s: float) -> int:
-    """Print each change of the swarm's state until it serves.
-
-    A request that is refused is withdrawn, and raises `SwarmError`.
-    """
-    from nesa_node.server.pool.requests import status_line
-
-    deadline, told = time.monotonic() + wait_s, ""
-    while True:
-        status = await pool.status(model)
-        text = f"{model}: waiting for an orchestrator" if status is None else status_line(status)
-        if text != told:
-            print(text, flush=True)
-            told = text
-        if status is not None and status.state == "serving":
-            return 0
-        if status is not None and status.state == "refused":
-            await pool.remove(model)
-            raise SwarmError(f"{model} is not built: {status.reason}")
-        if time.monotonic() >= deadline:
-            if wait_s:
-                print(f"{model}: still asked for; `nesa-node swarm list` shows it")
-            return 0
-        await asyncio.sleep(1.0)
+    """Print each change of the swarm's state until it serves. Raises `SwarmError` if refused."""
+    status = await pool.wait_until_serving(model, wait_s, lambda text: print(text, flush=True))
+    if status is None and wait_s:
+        print(f"{model}: still asked for; `nesa-node swarm list` shows it")
+    return 0
 
 
 def _run(

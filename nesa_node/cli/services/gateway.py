@@ -14,6 +14,7 @@ from functools import partial
 from nesa_node import __version__
 from nesa_node.api.app import make_app
 from nesa_node.api.gateway import RequestTelemetry
+from nesa_node.api.models.building import DemandBuilder
 from nesa_node.api.models.discovery import locate, open_discovered, open_model_directory
 from nesa_node.api.models.metrics import GatewayMetrics
 from nesa_node.api.models.registry import ModelRegistry
@@ -34,7 +35,9 @@ from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.server.node.invitation import check_ready_file, ready_file
 from nesa_node.server.node.metrics import daemon_source
 from nesa_node.server.node.shutdown import Shutdown, stop_on_stdin_end, stop_signals
+from nesa_node.server.pool.requests import PoolClient
 from nesa_node.swarm.node import Swarm, model_samples
+from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.web.server import METRICS_PATH, MetricsPage, serve_authenticated
 
@@ -90,11 +93,17 @@ async def serve_gateway(
                 return await asyncio.to_thread(open_discovered, config, name, ids, found)
             return await asyncio.to_thread(lambda: load(open_named_checkpoint(config, name)))
 
+        builder = None
+        if config.build_on_demand:
+            identity = await asyncio.to_thread(Identity.load_or_create, config.identity_path)
+            builder = DemandBuilder(PoolClient(swarm.notices, identity), config.build_on_demand)
+            stack.push_async_callback(builder.close)
         models = ModelRegistry(
             config.offered_models,
             directory=look,
             open_model=open_model,
             locate=partial(locate, config),
+            build=builder,
         )
         grammars, templates = GrammarChecker(), TemplateRenderer()
         stack.push_async_callback(grammars.close)

@@ -80,6 +80,12 @@ def _log_level(default: LogLevel) -> Any:
     return setting(default, "Output", "", basic=True, default_text="info for daemons, else warning")
 
 
+def _identity_path(text: str) -> Any:
+    return setting(
+        default_identity_path, "Swarm", text, default_text="~/.config/nesa-node/identity.key"
+    )
+
+
 class SharedConfig(BaseModel):
     """Settings of every command: how to find the swarm, where to compute, what to log."""
 
@@ -246,12 +252,6 @@ class DashboardConfig(AccessConfig):
     )
 
 
-def _identity_path(text: str) -> Any:
-    return setting(
-        default_identity_path, "Swarm", text, default_text="~/.config/nesa-node/identity.key"
-    )
-
-
 def _ready_file() -> Any:
     return setting(None, "Output", "Write a JSON file there once it serves.")
 
@@ -286,6 +286,13 @@ class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
         "Disk for models that are found without --model, in GiB; the least recently used are "
         "deleted.",
     )
+    build_on_demand: ModelPatterns = setting(
+        (),
+        "Pool",
+        "Have the pool build what a request names and no node serves, if such a pattern fits: "
+        "ORG/*; may be repeated.",
+    )
+    identity_path: FilePath = _identity_path("Key file that signs requests to the pool.")
     generation_config: SamplingDefaults = setting(
         "model",
         "Sampling",

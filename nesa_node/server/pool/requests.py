@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nesa_node.core.errors import ConfigError, SwarmError
 from nesa_node.core.settings.choices import PlacementGoal, WeightQuality
+from nesa_node.core.settings.declaration import default_identity_path
 from nesa_node.swarm.dht.pool_notices import (
     MAX_WANTED_SWARMS,
     POOL,
@@ -18,10 +23,14 @@ from nesa_node.swarm.dht.pool_notices import (
     SwarmStatus,
     WantedSwarm,
 )
+from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.notice_store import NoticeStore
 from nesa_node.swarm.p2p.identity import Identity
 
 _MIN_TTL_S = 60.0
+POLL_INTERVAL_S = 1.0
+DEFAULT_HOURS = 168.0
+_HOUR_S = 3600.0
 
 
 def status_line(status: SwarmStatus) -> str:
@@ -136,6 +145,30 @@ class PoolClient:
         swarms = PoolView(tuple(await self._statuses()), ()).swarms
         return next((each for each in swarms if each.model == model), None)
 
+    async def wait_until_serving(
+        self, model: str, wait_s: float, tell: Callable[[str], None] = lambda _: None
+    ) -> SwarmStatus | None:
+        """Wait until a swarm serves, at most `wait_s`; `tell` gets a line for each change of state.
+
+        None if time is up. A request that is refused is withdrawn, and raises `SwarmError`.
+        """
+        deadline, told = time.monotonic() + wait_s, ""
+        while True:
+            status = await self.status(model)
+            waiting = f"{model}: waiting for an orchestrator"
+            text = waiting if status is None else status_line(status)
+            if text != told:
+                tell(text)
+                told = text
+            if status is not None and status.state == "serving":
+                return status
+            if status is not None and status.state == "refused":
+                await self.remove(model)
+                raise SwarmError(f"{model} is not built: {status.reason}")
+            if time.monotonic() >= deadline:
+                return None
+            await asyncio.sleep(POLL_INTERVAL_S)
+
     async def view(self) -> PoolView:
         statuses = await self._statuses()
         offers = await self._reader.fetch(Offer, POOL)
@@ -174,3 +207,46 @@ class PoolClient:
 
     def _not_asked(self, model: str) -> str:
         return f"{model}: not asked for by this identity ({self._identity.peer_id})"
+
+
+def create_swarm(
+    model: str,
+    *,
+    initial_peers: Sequence[str],
+    replicas: int = 1,
+    max_replicas: int | None = None,
+    quality: WeightQuality = "exact",
+    goal: PlacementGoal = "latency",
+    hours: float = DEFAULT_HOURS,
+    wait_s: float = 600.0,
+    identity_path: Path | None = None,
+    swarm_key: str | None = None,
+) -> SwarmStatus | None:
+    """Ask a pool's orchestrator for a swarm, and wait until it serves, as `nesa-node swarm create`.
+
+    Blocks the thread, at most about `wait_s`; None if the swarm does not serve by then.
+    `identity_path` is the key file that signs the request, by default this user's. Raises
+    `SwarmError` for a request that is refused, and `BootstrapError` if no initial peer answers.
+    """
+    identity = Identity.load_or_create(identity_path or default_identity_path())
+
+    async def run() -> SwarmStatus | None:
+        with tempfile.TemporaryDirectory(prefix="nesa-request-") as folder:
+            async with open_swarm(
+                Identity.ephemeral(Path(folder)),
+                initial_peers=initial_peers,
+                swarm_key=swarm_key,
+                listen=False,
+            ) as swarm:
+                pool = PoolClient(swarm.notices, identity)
+                await pool.request(
+                    model,
+                    replicas=replicas,
+                    max_replicas=max_replicas,
+                    quality=quality,
+                    goal=goal,
+                    until=time.time() + hours * _HOUR_S,
+                )
+                return await pool.wait_until_serving(model, wait_s)
+
+    return asyncio.run(run())
