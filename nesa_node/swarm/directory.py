@@ -17,7 +17,6 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.models import MAX_RECORD_TTL_S
 from nesa_node.swarm.dht.records import (
     ALL_NODES_KEY,
-    MAX_ADDRESSES,
     NodeRecord,
     NodeStatus,
     RecordTable,
@@ -25,7 +24,7 @@ from nesa_node.swarm.dht.records import (
     model_key,
 )
 from nesa_node.swarm.dht.rejoin import DhtRejoiner
-from nesa_node.swarm.dht.sealing import FailureReport, seal_statement
+from nesa_node.swarm.dht.sealing import MAX_ADDRESSES, FailureReport, seal_statement
 from nesa_node.swarm.dht.validator import STATEMENTS_PER_LOOP_TURN, RecordValidator
 from nesa_node.swarm.notice_store import NoticeStore
 from nesa_node.swarm.p2p.identity import Identity

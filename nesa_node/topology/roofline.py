@@ -26,6 +26,15 @@ class WeightFigures:
     flop_per_s: float
     overlaps: bool = False
 
+    def slowed(self, factor: float) -> WeightFigures:
+        """Figures of a device on which everything takes `factor` times as long."""
+        return WeightFigures(
+            factor * self.block_overhead_s,
+            self.read_bytes_per_s / factor,
+            self.flop_per_s / factor,
+            self.overlaps,
+        )
+
     def block_s(self, work: BlockWork, tokens: int) -> float:
         """Seconds that `tokens` tokens of one sequence take through a block."""
         busy_s = max(work.read_bytes / self.read_bytes_per_s, tokens * work.flop / self.flop_per_s)

@@ -21,7 +21,9 @@ QUANT_TYPES_OF_QUALITY: Mapping[WeightQuality, tuple[QuantType, ...]] = {
 }
 """Quantizations that a quality allows, most precise first."""
 HOP_S = 0.02
-"""Assumed time of a hop between machines whose round trip nothing has measured yet."""
+"""Assumed time of a hop to a machine whose round trip nothing has measured yet."""
+HOP_OVERHEAD_S = 0.001
+"""Time to receive and send, beside the round trip (`python -m benchmarks hop`)."""
 _MAX_CANDIDATES = 48
 _GB = 10**9
 
@@ -30,7 +32,8 @@ _GB = 10**9
 class ModelShape:
     """What a model's blocks take, by quantization: bytes in memory, and work of one token.
 
-    `cache_bytes` are those of `cache_tokens` tokens in one block.
+    `cache_bytes` are those of `cache_tokens` tokens in one block. Quantizations that cannot hold
+    the model are missing.
     """
 
     name: str
@@ -52,12 +55,16 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class PoolMachine:
-    """A machine as its offer describes it. `figures` are by kind: a dtype, "int8" or "nf4"."""
+    """A machine as its offer describes it. `figures` are by kind: a dtype, "int8" or "nf4".
+
+    `hop_s` is the time that a step spends on the way to the machine and back, half of it each.
+    """
 
     peer: PeerId
     memory_bytes: int
     figures: Mapping[str, WeightFigures]
     quant_types: tuple[QuantType, ...] = ("none", "int8", "nf4")
+    hop_s: float = HOP_S
 
     def figures_for(self, shape: ModelShape, quant_type: QuantType) -> WeightFigures | None:
         """None if the machine may not, or was not measured to, hold such weights."""
@@ -74,6 +81,7 @@ class PlannedSpan:
     span: Span
     quant_type: QuantType
     step_s: float
+    hop_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +92,8 @@ class BuildPlan:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of a decode step of one sequence, `HOP_S` for each hop."""
-        return sum(each.step_s + HOP_S for each in self.spans)
+        """Predicted seconds of a decode step of one sequence, hops included."""
+        return sum(each.step_s + each.hop_s for each in self.spans)
 
     @property
     def slowest_s(self) -> float:
@@ -93,7 +101,8 @@ class BuildPlan:
         return max(each.step_s for each in self.spans)
 
     def cost_s(self, goal: PlacementGoal) -> float:
-        return self.step_s if goal == "latency" else self.slowest_s + HOP_S * len(self.spans) / 100
+        """What a plan is judged by; of equally fast ones the shorter chain wins."""
+        return self.step_s if goal == "latency" else self.slowest_s + 1e-4 * len(self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +133,7 @@ def plan_build(
     the chain shorter.
     """
     best: BuildPlan | None = None
-    allowed = QUANT_TYPES_OF_QUALITY[quality]
+    allowed = [each for each in QUANT_TYPES_OF_QUALITY[quality] if each in shape.block_bytes]
     for quant_type in allowed:
         plan = _plan_quantized(shape, span, machines, quant_type, goal)
         if plan is not None and (
@@ -141,6 +150,7 @@ class _Candidate:
     blocks: int
     """That fit."""
     block_s: float
+    hop_s: float
 
 
 def _candidates(
@@ -155,7 +165,7 @@ def _candidates(
         blocks = min(machine.memory_bytes // largest, len(span))
         if figures is not None and blocks:
             block_s = sum(figures.block_s(each, 1) for each in work) / len(work)
-            found.append(_Candidate(machine.peer, int(blocks), block_s))
+            found.append(_Candidate(machine.peer, int(blocks), block_s, machine.hop_s))
     return found
 
 
@@ -199,7 +209,7 @@ def _make_plan(
     for each, share in zip(ordered, shares, strict=True):
         if share:
             part = Span(start, start + share)
-            spans.append(PlannedSpan(each.peer, part, quant_type, share * each.block_s))
+            spans.append(PlannedSpan(each.peer, part, quant_type, share * each.block_s, each.hop_s))
             start = part.end
     return BuildPlan(tuple(spans))
 
@@ -241,9 +251,11 @@ def _describe_shortage(
     missing = _missing_bytes(shape, span, machines, coarsest)
     advice = f"one more machine with {_format_gb(missing)} free for models"
     for quality, quant_types in QUANT_TYPES_OF_QUALITY.items():
-        finer = [each for each in quant_types if each not in allowed]
-        if finer and not _missing_bytes(shape, span, machines, finer[-1]):
-            advice += f", or --quality {quality} ({finer[-1]})"
+        coarser = [
+            each for each in quant_types if each in shape.block_bytes and each not in allowed
+        ]
+        if coarser and not _missing_bytes(shape, span, machines, coarser[-1]):
+            advice += f", or --quality {quality} ({coarser[-1]})"
             break
     return BuildShortage(missing, advice)
 

@@ -19,8 +19,11 @@ from nesa_node.core.errors import NesaError, SwarmError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.settings.models import OrchestratorConfig
 from nesa_node.routing.placement.building import (
+    HOP_OVERHEAD_S,
+    HOP_S,
     BuildPlan,
     BuildShortage,
     ModelShape,
@@ -52,11 +55,15 @@ from nesa_node.swarm.dht.pool_notices import (
 )
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notice_store import LeaseEligibility, LeaseKeeper
-from nesa_node.topology.snapshot import count_span_holders
+from nesa_node.topology.roofline import WeightFigures
+from nesa_node.topology.snapshot import Snapshot, count_span_holders
 
 log = get_logger(__name__)
 
 ROUND_S = 4.0
+PING_INTERVAL_S = 60.0
+PING_TIMEOUT_S = 2.0
+MAX_PINGS_PER_ROUND = 16
 STATUS_TTL_S = 60.0
 ASSIGNMENT_TTL_S = 1800.0
 RENEW_ASSIGNMENT_S = 600.0
@@ -100,7 +107,6 @@ class _Round:
     assigned: dict[PeerId, dict[str, AssignedSpan]]
     reasons: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
-    plans: dict[str, BuildPlan] = field(default_factory=dict)
 
 
 async def run_pool_orchestrator(
@@ -173,6 +179,10 @@ class PoolBuilder:
         """Machines that refused a model or failed to hold it, and until when it is not tried."""
         self._demand: dict[str, _Demand] = {}
         self._predicted: dict[str, float] = {}
+        self._plans: dict[str, BuildPlan] = {}
+        self._planned_with: dict[tuple[str, PeerId], float] = {}
+        """The slowdowns with which a model's plan was made."""
+        self._slowdowns: dict[tuple[PeerId, QuantType], float] = {}
         self._wanted_since: dict[str, float] = {}
         self._only_model: set[ModelId] = set()
         self._next_lookup = 0.0
@@ -208,6 +218,7 @@ class PoolBuilder:
 
     async def _run_round(self) -> _Round:
         round_ = await self._read()
+        await self._measure_round_trips(round_)
         await self._describe_models(round_)
         await self._measure_demand(round_)
         self._release_unwanted(round_)
@@ -237,6 +248,18 @@ class PoolBuilder:
         since = self._wanted_since
         self._wanted_since = {name: since.get(name, time.monotonic()) for name in wanted}
         return _Round(offers, wanted, assigned)
+
+    async def _measure_round_trips(self, round_: _Round) -> None:
+        """Ping the machines whose round trip is unknown or old, some in each round."""
+        rtts = self._swarm.rtts
+        due = [peer for peer in round_.offers if rtts.is_due(peer, PING_INTERVAL_S)]
+        few = {peer: round_.offers[peer].addresses for peer in due[:MAX_PINGS_PER_ROUND]}
+        await rtts.ping_all(self._swarm.transport, few, timeout_s=PING_TIMEOUT_S)
+
+    def _hop_s(self, peer: PeerId) -> float:
+        """Time of a hop to a machine: this orchestrator's round trip stands for that of others."""
+        rtt_ms = self._swarm.rtts.rtt_ms(peer)
+        return HOP_S if math.isnan(rtt_ms) else HOP_OVERHEAD_S + 1e-3 * rtt_ms
 
     def _may_use(self, offer: Offer) -> bool:
         return not offer.obeys or self._swarm.identity.peer_id in offer.obeys
@@ -300,12 +323,13 @@ class PoolBuilder:
             demand = self._demand.setdefault(name, _Demand(wanted.replicas))
             demand.replicas = min(max(demand.replicas, wanted.replicas), wanted.max_replicas)
             model = self._models.get(name)
-            if model is None or wanted.max_replicas == wanted.replicas:
+            if model is None:
                 continue
             snapshot = await self._swarm.directory.fetch(
                 model.model_id, model.shape.num_blocks, reports=False
             )
-            if not snapshot.nodes:
+            self._compare_speeds(round_, name, model, snapshot)
+            if not snapshot.nodes or wanted.max_replicas == wanted.replicas:
                 continue
             demand.load = sum(node.load for node in snapshot.nodes) / len(snapshot.nodes)
             demand.rounds_busy = demand.rounds_busy + 1 if demand.load > BUSY_LOAD else 0
@@ -317,6 +341,34 @@ class PoolBuilder:
                 demand.replicas, demand.rounds_idle = demand.replicas - 1, 0
                 log.info("replica_given_back", model=name, load=round(demand.load, 2))
         self._demand = {name: each for name, each in self._demand.items() if name in round_.wanted}
+
+    def _compare_speeds(self, round_: _Round, name: str, model: _Model, snapshot: Snapshot) -> None:
+        """Remember by how much each machine is slower than its figures say, from what it serves."""
+        for peer, offer in round_.offers.items():
+            for held in offer.held:
+                node = None if held.node is None else snapshot.find_node(PeerId(held.node))
+                figures = self._figures(offer, model.shape, held.quant_type)
+                if held.model != name or node is None or figures is None:
+                    continue
+                if node.decode_tokens_per_s > 0 and node.span.end <= model.shape.num_blocks:
+                    work = model.shape.work[held.quant_type][node.span.start : node.span.end]
+                    expected_s = sum(figures.block_s(each, 1) for each in work)
+                    slower = 1 / node.decode_tokens_per_s / expected_s
+                    self._slowdowns[peer, held.quant_type] = min(max(slower, 0.05), 1000.0)
+        plan = self._plans.get(name)
+        if plan is not None and all(each.peer in round_.offers for each in plan.spans):
+            self._predicted[name] = 1 / sum(
+                each.step_s
+                * self._slowdowns.get((each.peer, each.quant_type), 1.0)
+                / self._planned_with.get((name, each.peer), 1.0)
+                + self._hop_s(each.peer)
+                for each in plan.spans
+            )
+
+    @staticmethod
+    def _figures(offer: Offer, shape: ModelShape, quant_type: QuantType) -> WeightFigures | None:
+        figures = offer.figures.get(shape.dtype if quant_type == "none" else quant_type)
+        return None if figures is None else figures.weight_figures()
 
     def _release_unwanted(self, round_: _Round) -> None:
         """Release machines of removed swarms, and of those that have more replicas than wanted."""
@@ -386,7 +438,10 @@ class PoolBuilder:
                 predicted_tokens_per_s=round(1 / plan.step_s, 1),
             )
             if len(span) == model.shape.num_blocks:
-                self._predicted[name] = 1 / plan.step_s
+                self._plans[name], self._predicted[name] = plan, 1 / plan.step_s
+                for each in plan.spans:
+                    slower = self._slowdowns.get((each.peer, each.quant_type), 1.0)
+                    self._planned_with[name, each.peer] = slower
 
     def _machines_for(self, round_: _Round, name: str) -> list[PoolMachine]:
         """Machines that may hold the model and do not yet, with their free memory."""
@@ -402,10 +457,18 @@ class PoolBuilder:
                 or not any(fnmatchcase(name, pattern) for pattern in offer.models)
             ):
                 continue
-            figures = {kind: each.weight_figures() for kind, each in offer.figures.items()}
+            figures = {
+                kind: each.weight_figures().slowed(self._slowdown(peer, kind))
+                for kind, each in offer.figures.items()
+            }
             room = self._free_bytes(offer, held)
-            machines.append(PoolMachine(peer, room, figures, offer.quant_types))
+            machines.append(PoolMachine(peer, room, figures, offer.quant_types, self._hop_s(peer)))
         return machines
+
+    def _slowdown(self, peer: PeerId, kind: str) -> float:
+        """How much slower a machine was seen to be than its figures, with such weights."""
+        quant_type: QuantType = kind if kind in ("int8", "nf4") else "none"  # type: ignore[assignment]
+        return self._slowdowns.get((peer, quant_type), 1.0)
 
     def _free_bytes(self, offer: Offer, held: Mapping[str, AssignedSpan]) -> int:
         """What is allowed less all that is held, and what is free less what still loads."""

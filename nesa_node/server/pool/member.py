@@ -48,7 +48,7 @@ from nesa_node.swarm.dht.pool_notices import (
     Offer,
     assignment_topic,
 )
-from nesa_node.swarm.dht.sealing import Lease
+from nesa_node.swarm.dht.sealing import MAX_ADDRESSES, Lease
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.tasks import TaskSet, running_in_background
 
@@ -204,6 +204,7 @@ class PoolMember:
             "quant_types": self._config.pool_quant_types,
             "obeys": self._obeyed(),
             "public_name": self._config.public_name,
+            "addresses": self._swarm.transport.addresses[:MAX_ADDRESSES],
             "held": tuple(held[:8]),
         }
 

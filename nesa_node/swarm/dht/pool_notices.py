@@ -16,6 +16,7 @@ from nesa_node.core.ids import ModelId, PeerId, Span, is_model_name
 from nesa_node.core.settings.choices import PlacementGoal, QuantType, WeightQuality
 from nesa_node.swarm.dht.sealing import (
     STRICT,
+    Addresses,
     Count,
     FailureReport,
     Lease,
@@ -26,6 +27,7 @@ from nesa_node.swarm.dht.sealing import (
     StatementBounds,
     Text,
     Time,
+    check_own_addresses,
     max_items,
 )
 from nesa_node.topology.roofline import WeightFigures
@@ -119,10 +121,12 @@ class Offer(Notice):
     quant_types: Annotated[tuple[QuantType, ...], max_items(3)] = ("none", "int8", "nf4")
     obeys: Annotated[tuple[Peer, ...], max_items(8)] = ()
     public_name: Annotated[Text, Field(max_length=64)] | None = None
+    addresses: Addresses = ()
     held: Annotated[tuple[HeldModel, ...], max_items(MAX_HELD_MODELS)] = ()
 
     @model_validator(mode="after")
     def _check_memory(self) -> Self:
+        check_own_addresses(self.addresses, self.peer_id)
         if self.memory_free_bytes > self.memory_total_bytes:
             raise ValueError("more memory is free than there is")
         return self

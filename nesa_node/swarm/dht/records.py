@@ -25,19 +25,20 @@ from nesa_node.core.settings.models import MAX_RECORD_TTL_S
 from nesa_node.swarm.dht.sealing import (
     RECORD_KIND,
     STRICT,
+    Addresses,
     Count,
     Pair,
     Statement,
     StatementBounds,
     Text,
     Time,
+    check_own_addresses,
     max_items,
 )
 from nesa_node.topology.links.matrix import MAX_PACKED_BYTES, MeasuredLink, unpack_links
 from nesa_node.topology.snapshot import NodeState
 
 MAX_RECORD_BYTES = 4096
-MAX_ADDRESSES = 16
 
 MAX_NODES_PER_MODEL = 1024
 """Planning allocates arrays of nodes by nodes: 160 MiB, and a third of a second, for 1,024."""
@@ -139,15 +140,11 @@ class NodeRecord(NodeStatus, Statement):
     seq: int = Field(ge=0, lt=2**53)
     issued_at: Time
     expires_at: Time
-    addresses: Annotated[
-        tuple[Annotated[str, Field(pattern=r"^/[!-~]{1,254}$")], ...], max_items(MAX_ADDRESSES)
-    ] = ()
+    addresses: Addresses = ()
 
     @model_validator(mode="after")
     def _check_addresses(self) -> Self:
-        suffix = f"/p2p/{self.peer_id}"
-        if not all(address.endswith(suffix) for address in self.addresses):
-            raise ValueError("an address must end in the node's own peer id")
+        check_own_addresses(self.addresses, self.peer_id)
         if not 0 < self.expires_at - self.issued_at <= MAX_RECORD_TTL_S:
             raise ValueError(f"a record lives at most {MAX_RECORD_TTL_S:g} s")
         return self

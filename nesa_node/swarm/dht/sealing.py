@@ -68,6 +68,18 @@ Count = Annotated[int, Field(ge=0, lt=2**50)]
 Peer = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]
 
 
+MAX_ADDRESSES = 16
+Addresses = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^/[!-~]{1,254}$")], ...], max_items(MAX_ADDRESSES)
+]
+
+
+def check_own_addresses(addresses: tuple[str, ...], peer_id: str) -> None:
+    """Raise `ValueError` unless all of a statement's addresses are its signer's."""
+    if not all(address.endswith(f"/p2p/{peer_id}") for address in addresses):
+        raise ValueError("an address must end in the node's own peer id")
+
+
 @dataclass(frozen=True, slots=True)
 class StatementBounds:
     """Name and limits of one kind of statement.

@@ -164,6 +164,16 @@ def test_a_shortage_names_the_smallest_addition() -> None:
     assert isinstance(plan_build(shape(8), Span(0, 8), more), BuildPlan)
 
 
+def test_a_model_that_cannot_be_quantized_is_planned_as_it_is() -> None:
+    plain = ModelShape(
+        "org/model", {"none": (GB,) * 4}, {"none": (BlockWork(GB, GB),) * 4}, 8192, CACHE_BYTES
+    )
+    shortage = plan_build(plain, Span(0, 4), [machine("a", 2, 50)], quality="balanced")
+    assert isinstance(shortage, BuildShortage)
+    assert shortage.advice == "one more machine with 3.3 GB free for models"
+    assert isinstance(plan_build(plain, Span(0, 4), [machine("a", 5, 50)]), BuildPlan)
+
+
 def test_without_machines_all_is_missing() -> None:
     shortage = plan_build(shape(2), Span(0, 2), [], quality="balanced")
     assert isinstance(shortage, BuildShortage)

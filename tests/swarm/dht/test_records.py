@@ -14,12 +14,17 @@ from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.models import MAX_RECORD_TTL_S
 from nesa_node.swarm.dht.records import (
-    MAX_ADDRESSES,
     MAX_RECORD_BYTES,
     NodeRecord,
     majority_num_blocks,
 )
-from nesa_node.swarm.dht.sealing import CLOCK_SKEW_S, check_age, open_statement, seal_statement
+from nesa_node.swarm.dht.sealing import (
+    CLOCK_SKEW_S,
+    MAX_ADDRESSES,
+    check_age,
+    open_statement,
+    seal_statement,
+)
 from nesa_node.swarm.p2p.identity import Identity, Membership
 from tests.swarm.record_fields import make_record, make_status
 

@@ -1,0 +1,256 @@
+"""Rounds of a pool's orchestrator over scripted notices: what it assigns, and what it says."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.core.settings.models import OrchestratorConfig
+from nesa_node.routing.placement.building import ModelShape
+from nesa_node.server.pool import builder as pool_builder
+from nesa_node.server.pool.builder import PoolBuilder, _Model
+from nesa_node.swarm.dht.pool_notices import (
+    POOL,
+    BuildRequest,
+    HeldModel,
+    MachineAssignment,
+    MeasuredFigures,
+    Offer,
+    PoolStatus,
+    WantedSwarm,
+    assignment_topic,
+)
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.link_measurements import RttTable
+from nesa_node.topology.roofline import BlockWork
+from nesa_node.topology.snapshot import NodeState, Snapshot
+from tests.swarm.notice_fields import make_notice
+
+BLOCKS, BLOCK_BYTES = 8, 10**9
+SHAPE = ModelShape(
+    "org/one",
+    {"none": (BLOCK_BYTES,) * BLOCKS},
+    {"none": (BlockWork(BLOCK_BYTES, 1e9),) * BLOCKS},
+    cache_tokens=64,
+    cache_bytes=0,
+)
+MODEL = _Model(SHAPE, ModelId("org/one@00"))
+
+
+class Bench:
+    """A builder that leads, machines by name, and what it has published last."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._keys: dict[str, Identity] = {}
+        self.own = self.identity("orchestrator")
+        self.notices: dict[tuple[type, str], list[Any]] = {}
+        self.published: dict[tuple[type, str], Any] = {}
+        self.nodes: tuple[NodeState, ...] = ()
+        store = SimpleNamespace(
+            fetch=self._fetch, publish=self._publish, pin_signers=lambda _: None
+        )
+        swarm: Any = SimpleNamespace(
+            identity=self.own,
+            notices=store,
+            directory=SimpleNamespace(fetch=self._snapshot),
+            rtts=RttTable(),
+            transport=None,
+        )
+        swarm.rtts.ping_all = self._ping_all
+        self.builder = PoolBuilder(OrchestratorConfig(), swarm)
+        self.builder._models["org/one"] = MODEL
+
+    def identity(self, name: str) -> Identity:
+        folder = self._folder / name
+        folder.mkdir(exist_ok=True)
+        if name not in self._keys:
+            self._keys[name] = Identity.ephemeral(folder)
+        return self._keys[name]
+
+    async def _fetch(self, kind: type, topic: str) -> list[Any]:
+        return self.notices.get((kind, topic), [])
+
+    async def _publish(self, kind: type, topic: str, **fields: Any) -> None:
+        for name in ("ttl_s", "epoch"):
+            fields.pop(name, None)
+        self.published[kind, topic] = fields
+
+    async def _snapshot(self, *_: object, **__: object) -> Snapshot:
+        return Snapshot(MODEL.model_id, BLOCKS, self.nodes, time.time())
+
+    async def _ping_all(self, *_: object, **__: object) -> None:
+        pass
+
+    def offer(self, name: str, blocks: int, *held: HeldModel, gb_per_s: float = 100.0) -> None:
+        figures = MeasuredFigures(
+            block_overhead_s=0.0, read_bytes_per_s=gb_per_s * 1e9, flop_per_s=1e15
+        )
+        offers = self.notices.setdefault((Offer, POOL), [])
+        identity = self.identity(name)
+        offers[:] = [each for each in offers if each.peer_id != identity.peer_id]
+        offers.append(
+            make_notice(
+                Offer,
+                identity,
+                time.time(),
+                model_id=POOL,
+                memory_total_bytes=blocks * BLOCK_BYTES,
+                memory_free_bytes=blocks * BLOCK_BYTES,
+                figures={"bfloat16": figures},
+                models=("*",),
+                obeys=(),
+                held=held,
+                addresses=(),
+            )
+        )
+
+    def want(self, *swarms: WantedSwarm, signer: str = "orchestrator") -> None:
+        self.notices[BuildRequest, POOL] = [
+            make_notice(
+                BuildRequest, self.identity(signer), time.time(), model_id=POOL, swarms=swarms
+            )
+        ]
+
+    async def run_round(self) -> PoolStatus:
+        await self.builder._run_round()
+        fields = self.published[PoolStatus, POOL]
+        status = make_notice(PoolStatus, self.own, time.time(), model_id=POOL, **fields)
+        assert isinstance(status, PoolStatus)
+        return status
+
+    def assigned(self, name: str) -> list[tuple[str, Span]]:
+        topic = assignment_topic(PeerId(self.identity(name).peer_id))
+        found = self.published.get((MachineAssignment, topic), {"spans": ()})
+        return [(each.model, each.blocks) for each in found["spans"]]
+
+
+def wanted(replicas: int = 1, most: int | None = None) -> WantedSwarm:
+    return WantedSwarm(
+        model="org/one",
+        replicas=replicas,
+        max_replicas=most or replicas,
+        until=time.time() + 600,
+    )
+
+
+def holding(first: int, last: int, state: str = "serving", reason: str = "") -> HeldModel:
+    return HeldModel.model_validate(
+        {"model": "org/one", "state": state, "span": (first, last), "reason": reason}
+    )
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+async def test_a_model_is_spread_over_machines_and_served(bench: Bench) -> None:
+    bench.offer("a", 5)
+    bench.offer("b", 4)
+    bench.want(wanted())
+    status = await bench.run_round()
+    assert status.swarms[0].state == "building"
+    [(_, one)], [(_, other)] = bench.assigned("a"), bench.assigned("b")
+    assert sorted((one, other))[0].start == 0
+    assert sorted((one, other))[0].end == sorted((one, other))[1].start
+    assert max(one.end, other.end) == BLOCKS
+    bench.offer("a", 5, holding(one.start, one.end))
+    bench.offer("b", 4, holding(other.start, other.end))
+    status = await bench.run_round()
+    assert (status.swarms[0].state, status.swarms[0].replicas) == ("serving", 1)
+    assert status.free_machines == 0
+
+
+async def test_a_strangers_request_is_not_built(bench: Bench) -> None:
+    bench.offer("a", 9)
+    bench.want(wanted(), signer="stranger")
+    status = await bench.run_round()
+    assert status.swarms == ()
+    assert bench.assigned("a") == []
+
+
+async def test_what_does_not_fit_is_refused_with_what_would_help(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_builder, "REFUSE_AFTER_S", 0.0)
+    bench.offer("a", 5)
+    bench.want(wanted())
+    [swarm] = (await bench.run_round()).swarms
+    assert swarm.state == "refused"
+    assert swarm.reason == "it does not fit: one more machine with 3.0 GB free for models"
+    assert bench.assigned("a") == []
+
+
+async def test_a_machine_that_failed_is_not_asked_again(bench: Bench) -> None:
+    bench.offer("a", 9)
+    bench.want(wanted())
+    await bench.run_round()
+    assert bench.assigned("a")
+    bench.offer("a", 9, holding(0, 8, "failed", "the disk is full"))
+    bench.offer("b", 9)
+    await bench.run_round()
+    assert bench.assigned("a") == []
+    assert bench.assigned("b") == [("org/one", Span(0, 8))]
+    bench.notices[Offer, POOL].clear()
+    bench.offer("a", 9)
+    await bench.run_round()
+    assert bench.assigned("a") == [], "asked again as soon as its offer no longer says so"
+
+
+async def test_a_removed_swarm_is_released_by_a_successor_too(bench: Bench) -> None:
+    bench.offer("a", 9, holding(0, 8))
+    bench.want()
+    await bench.run_round()
+    topic = assignment_topic(PeerId(bench.identity("a").peer_id))
+    assert bench.published[MachineAssignment, topic]["spans"] == ()
+
+
+async def test_a_hole_is_filled_where_the_holder_left(bench: Bench) -> None:
+    bench.offer("a", 4, holding(0, 4))
+    bench.offer("b", 9)
+    bench.want(wanted())
+    await bench.run_round()
+    assert bench.assigned("b") == [("org/one", Span(4, 8))]
+
+
+async def test_replicas_follow_the_load(bench: Bench) -> None:
+    bench.offer("a", 9, holding(0, 8))
+    bench.offer("b", 9)
+    bench.want(wanted(1, most=2))
+    whole = ("org/one", Span(0, 8))
+    for load, expected in ((0.9, [whole, whole]), (0.01, [whole])):
+        bench.nodes = (NodeState(PeerId("n"), Span(0, 8), load=load),)
+        for _ in range(pool_builder.DEMAND_ROUNDS + 1):
+            await bench.run_round()
+        assert bench.assigned("a") + bench.assigned("b") == expected
+
+
+async def test_an_overstated_machine_is_planned_as_it_was_measured(bench: Bench) -> None:
+    """It claims ten times the speed at which its node was seen to run."""
+    node = PeerId("12D3KooWNode")
+    held = holding(0, 4).model_copy(update={"node": node})
+    bench.offer("liar", 4, held, gb_per_s=1000)
+    bench.offer("honest", 9, gb_per_s=100)
+    bench.nodes = (NodeState(node, Span(0, 4), decode_tokens_per_s=1 / (4 * 0.01)),)
+    bench.want(wanted())
+    await bench.run_round()
+    liar = PeerId(bench.identity("liar").peer_id)
+    assert bench.builder._slowdown(liar, "bfloat16") == pytest.approx(10)
+
+
+async def test_two_thousand_requests_leave_a_round_as_it_is(bench: Bench) -> None:
+    bench.offer("a", 9)
+    bench.want(wanted())
+    [own] = bench.notices[BuildRequest, POOL]
+    stranger = make_notice(
+        BuildRequest, bench.identity("stranger"), time.time(), model_id=POOL, swarms=(wanted(9),)
+    )
+    bench.notices[BuildRequest, POOL] = [stranger] * 2000 + [own]
+    status = await bench.run_round()
+    assert [each.wanted for each in status.swarms] == [1]
