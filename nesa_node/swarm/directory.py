@@ -31,6 +31,7 @@ from nesa_node.swarm.dht.shards import (
     MIN_HOLDERS,
     Shard,
     ShardWriter,
+    adjacent_shards,
     column_shards,
     even_sample,
     find_block_range,
@@ -305,7 +306,8 @@ class Directory:
 
     async def _fetch_records(self, model_id: ModelId, num_blocks: int | None) -> None:
         """Fetch the records under the model's key, or the column of this node where there are
-        shards; then, for blocks with few holders, from the root and from further shards."""
+        shards; then, for blocks with few holders, those of adjacent levels, then from the root and
+        further shards."""
         levels = self._shard_levels(self._model_records(model_id))
         if not any(levels):
             await self._remember(await self._search(model_key(model_id)))
@@ -314,6 +316,10 @@ class Directory:
                 return
         await self._fetch_keys(self._keys_to_read(model_id))
         ranges = self._lacking_ranges(model_id, num_blocks)
+        if ranges:
+            beside = adjacent_shards(self._peer_id, levels, ranges)
+            await self._fetch_keys([shard.key(model_id) for shard in beside])
+            ranges = self._lacking_ranges(model_id, num_blocks)
         if ranges:
             self._num_fetches += 1
             more = further_shards(self._peer_id, levels, ranges, self._num_fetches, _FURTHER_SHARDS)
@@ -440,9 +446,8 @@ class Directory:
         Where there are shards it reads its own column only. Nodes of a shard that is split or
         merged leave it together, so that it has fewer recent records than expired ones.
         """
-        models = {
-            record.model_id: self._model_records(ModelId(record.model_id)) for record in expired
-        }
+        names = {record.model_id for record in expired}
+        models = {name: self._model_records(ModelId(name)) for name in names}
         read: set[tuple[str, Shard]] = set()
         has_root: set[str] = set()
         for model, records in models.items():

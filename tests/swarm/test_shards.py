@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
+from statistics import median_low
 
 import msgspec
 import pytest
 
 from benchmarks.memory_dht import (
     Network,
+    direct_stores,
     introduce,
     known_nearest,
     make_identity,
@@ -35,6 +37,7 @@ from nesa_node.swarm.dht.shards import (
     NUM_RANGES,
     Shard,
     ShardWriter,
+    adjacent_shards,
     choose_level,
     column_shards,
     even_sample,
@@ -174,6 +177,56 @@ def test_writer_lists_what_no_reader_of_its_shard_may_see() -> None:
     assert writer.level == 2, "a full shard sends its nodes up, not back to the root"
 
 
+@pytest.mark.parametrize("is_even", [True, False])
+def test_nodes_that_all_come_at_once_find_their_levels_in_three_minutes(is_even: bool) -> None:
+    """With records of 60 s, published every 20 s; uneven ranges have most nodes in the first."""
+    rng = random.Random(5)
+    writers = [ShardWriter() for _ in PEERS]
+    ranges = [rng.randrange(4) if is_even else min(3, int(rng.expovariate(1.5))) for _ in PEERS]
+    stored: defaultdict[Shard | None, dict[int, int]] = defaultdict(dict)
+
+    def place(node: int) -> Shard | None:
+        level = writers[node].level
+        return Shard(level, ranges[node], find_bucket(PEERS[node], level)) if level else None
+
+    def publish(node: int, now: int, levels: list[int]) -> None:
+        writer, found = writers[node], stored[place(node)]
+        count = len(found)
+        if writer.level and writer.is_listed(PEERS[node]):
+            stored[None][node] = now + 60
+        if node in found or count < 2048:
+            found[node] = now + 60
+            writer.record_stored(count, levels[ranges[node]], len(PEERS), max(levels))
+        else:
+            writer.record_refused(count)
+
+    for now in range(0, 200, 20):
+        for key, found in stored.items():
+            stored[key] = {node: until for node, until in found.items() if until > now}
+        levels = [
+            median_low([w.level for w, index in zip(writers, ranges, strict=True) if index == each])
+            for each in range(NUM_RANGES)
+        ]
+        before = [writer.level for writer in writers]
+        for node in range(len(PEERS)):
+            publish(node, now, levels)
+    assert [writer.level for writer in writers] == before, "settled"
+    sizes = Counter(map(place, range(len(PEERS))))
+    assert None not in sizes
+    assert max(sizes.values()) <= shards.MAX_SHARD_RECORDS
+    assert len(stored[None]) <= 2048
+
+
+def test_reader_looks_for_its_bucket_one_level_up_and_down() -> None:
+    peer = PEERS[7]
+    assert adjacent_shards(peer, (3, 0, 1, MAX_LEVEL), [0, 1, 2, 3]) == [
+        Shard(4, 0, find_bucket(peer, 4)),
+        Shard(2, 0, find_bucket(peer, 2)),
+        Shard(2, 2, find_bucket(peer, 2)),
+        Shard(MAX_LEVEL - 1, 3, find_bucket(peer, MAX_LEVEL - 1)),
+    ]
+
+
 def test_fetched_parts_need_each_member_s_own_records() -> None:
     records = [(f"peer{index}", b"x", 100.0 + index) for index in range(50)]
     fetched = FetchedParts()
@@ -195,10 +248,13 @@ def test_lists_are_interleaved() -> None:
 
 
 class _Clock:
-    offset_s = 0.0
+    """Stands still between rounds, however slow the machine is."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
 
     def __call__(self) -> float:
-        return time.time() + self.offset_s
+        return self.now
 
 
 @dataclass
@@ -208,17 +264,20 @@ class _Swarm:
     members: list[MemberNode]
     nodes: dict[int, Directory]
     is_fast: bool = True
-    """Whether stores know the nearest members without a lookup."""
+    """Whether stores reach the nearest members without lookups and messages."""
 
     async def publish_all(self, rounds: int = 1) -> None:
         """Every node publishes, and 20 s pass, as often as told."""
         for _ in range(rounds):
-            with known_nearest(self.members) if self.is_fast else nullcontext():
+            with ExitStack() as stack:
+                if self.is_fast:
+                    stack.enter_context(known_nearest(self.members))
+                    stack.enter_context(direct_stores(self.members))
                 for index, node in self.nodes.items():
                     start = index % 8 * 4
                     status = make_status(num_blocks=NUM_BLOCKS, span=(start, start + 4))
                     await node.publish(status)
-            self.clock.offset_s += 20.0
+            self.clock.now += 20.0
 
     def records_under(self, key: str) -> int:
         found = DHTID.generate(source=key)
@@ -297,12 +356,13 @@ async def test_members_of_an_earlier_version_keep_all_records_under_the_one_key(
     monkeypatch.setattr(type(swarm.network.validator), "_keys", old_keys)
     monkeypatch.setattr(rpc, "read_option", lambda key: None)
     swarm.is_fast = False
+    await swarm.publish_all()
     for index in range(40):
         swarm.nodes[index]._shard_writer.adopt(2)
-    for _ in range(2):
-        await swarm.publish_all()
-        assert all(node.is_stored for node in swarm.nodes.values())
-        swarm.clock.offset_s += 20.0
+    await swarm.publish_all()
+    assert all(node.is_stored for node in swarm.nodes.values())
+    assert {node._shard_writer.level for node in swarm.nodes.values()} == {0, 1}, "one lower"
+    await swarm.publish_all()
     assert swarm.records_under(model_key(MODEL)) == NUM_NODES
     reader = await swarm.reader()
     assert len((await reader.fetch(MODEL, reports=False)).nodes) == NUM_NODES

@@ -7,7 +7,8 @@ the level that it uses and changes it by the number of records that the members 
 report, so that a shard holds some hundred records however large the model becomes.
 
 One bucket of all ranges, a *column*, is a sample of the whole model, with holders of each block; a
-reader uses the column of its own peer id, and further shards only for blocks with few holders.
+reader uses the column of its own peer id, and further shards only for blocks with few holders:
+first those of its bucket one level up and down, then the root and other buckets.
 
 A column's worth of nodes stays under the root, which readers begin with, and in the index of all
 nodes; so does each node whose shard has few records or says nothing of their number.
@@ -159,6 +160,17 @@ def column_shards(peer: PeerId, levels: Sequence[int]) -> list[Shard]:
     """The column of `peer`: one shard of each range that has any."""
     return [
         Shard(level, index, find_bucket(peer, level)) for index, level in enumerate(levels) if level
+    ]
+
+
+def adjacent_shards(peer: PeerId, levels: Sequence[int], ranges: Iterable[int]) -> list[Shard]:
+    """The shards of `peer` one level up and down in each of `ranges`: some buckets of a range may
+    have been split, or not yet, where most have not, or have."""
+    return [
+        Shard(level, index, find_bucket(peer, level))
+        for index in ranges
+        for level in (levels[index] + 1, levels[index] - 1)
+        if levels[index] and 1 <= level <= MAX_LEVEL
     ]
 
 
