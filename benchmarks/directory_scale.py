@@ -48,7 +48,7 @@ from nesa_node.swarm.p2p.hivemind_imports import DHTID
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.topology.links.matrix import MeasuredLink, pack_links
 
-DEFAULTS = Options(nodes=(1000, 10_000, 100_000), runs=6)
+DEFAULTS = Options(nodes=(1000, 10_000, 100_000), runs=32)
 QUICK = Options(nodes=(200, 1200), runs=4)
 MODEL = ModelId("scale-70b@0123456789abcdef")
 NUM_BLOCKS = 80
@@ -59,6 +59,8 @@ ROUND_S = 20.0
 ROUNDS = 5
 PUBLICATIONS = 20
 PLAIN_READERS = 2
+ONE_KEY_READERS = 6
+"""They all read the same key."""
 READS_PER_MIN = 1.0
 """Assumed: each node, or a client in its place, reads the directory once a minute."""
 RENEWED_IN_A_READ = 0.05
@@ -143,7 +145,8 @@ async def measure(num_nodes: int, is_sharded: bool, runs: int, seed: int) -> dic
                 await world.settle(ROUNDS if is_sharded else 1)
             world.network.clear()
             await world.publish(world.nodes)
-        writes = busiest_writes(world, is_sharded) | await publication(world, rng)
+        writes = busiest_writes(world, is_sharded)
+        writes |= await publication(world, rng, writes["busiest_stores_per_min"])
         row = {
             "nodes": num_nodes,
             "scheme": "shards" if is_sharded else "one key",
@@ -153,7 +156,7 @@ async def measure(num_nodes: int, is_sharded: bool, runs: int, seed: int) -> dic
             "record_bytes": record_bytes(world),
             **stored(world),
             **writes,
-            **await read(world, runs, rng),
+            **await read(world, runs if is_sharded else min(runs, ONE_KEY_READERS), rng),
         }
         for member in world.members:
             await member._rpc.close()
@@ -258,22 +261,21 @@ def record_bytes(world: World) -> float:
 
 
 def stored(world: World) -> dict[str, Any]:
-    """Records under each kind of key, at the member that has most."""
-    listed = {DHTID.generate(source=key): key for key in (model_key(MODEL), ALL_NODES_KEY)}
+    """Records under each kind of key, at the member that has most, and the number of keys."""
+    listed = {DHTID.generate(source=model_key(MODEL)): "root"}
+    listed[DHTID.generate(source=ALL_NODES_KEY)] = "index"
     most: Counter[str] = Counter()
-    keys = set()
     for member in world.members:
         for key in member.protocol.storage.data:
-            kind = {model_key(MODEL): "root", ALL_NODES_KEY: "index"}.get(
-                listed.get(key, ""), "shard"
-            )
-            count = member.protocol.storage.num_records(key)
-            most[kind] = max(most[kind], count)
-            keys.add(key)
+            kind = listed.get(key, "shard")
+            most[kind] = max(most[kind], member.protocol.storage.num_records(key))
+    in_full = [each for each, _ in world.nodes if not isinstance(each._shard_writer, SettledWriter)]
+    records = [directory._own_record for directory in in_full]
+    shard_keys = {record.shard for record in records if record is not None} - {None}
     return {
         "records": {kind: most[kind] for kind in ("root", "index", "shard")},
         "busiest_records": max(most.values()),
-        "keys": round((len(keys) - 2) / world.share) + 2,
+        "keys": round(len(shard_keys) / world.share) + 2,
     }
 
 
@@ -295,16 +297,18 @@ def busiest_writes(world: World, is_sharded: bool) -> dict[str, Any]:
     }
 
 
-async def publication(world: World, rng: random.Random) -> dict[str, Any]:
+async def publication(world: World, rng: random.Random, stores_per_min: float) -> dict[str, Any]:
     """Bytes of one publication with its lookups, and of a member's answer to such a lookup."""
     world.network.clear()
     await world.publish(rng.sample(world.nodes, PUBLICATIONS))
     calls = world.network.caller_calls.total()
     answers = sum(each.total() for each in world.network.served_to.values())
+    answer_bytes = answers / calls
     return {
         "publication_kb": world.network.caller_bytes.total() / PUBLICATIONS / 1e3,
         "calls_of_a_publication": calls / PUBLICATIONS,
-        "answer_to_a_writer_bytes": answers / calls,
+        "answer_to_a_writer_bytes": answer_bytes,
+        "busiest_served_to_writers_mb_per_min": stores_per_min * answer_bytes / 1e6,
     }
 
 
