@@ -2,7 +2,8 @@
 
 A record is stored on the DHT twice, under its model's key and in the index of all nodes, each time
 as one subkey (the peer id) of a dictionary on the five members nearest to the key. It is renewed
-well before it expires; the record of a crashed node disappears after its time to live.
+well before it expires; the record of a crashed node disappears after its time to live. Records of a
+model with more than a thousand nodes are in shards instead (`dht/shards.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,18 @@ from nesa_node.swarm.dht.records import (
 )
 from nesa_node.swarm.dht.rejoin import DhtRejoiner
 from nesa_node.swarm.dht.sealing import MAX_ADDRESSES, FailureReport, seal_statement
+from nesa_node.swarm.dht.shards import (
+    MIN_HOLDERS,
+    Shard,
+    ShardWriter,
+    adjacent_shards,
+    column_shards,
+    even_sample,
+    find_block_range,
+    further_shards,
+    interleave,
+    median_levels,
+)
 from nesa_node.swarm.dht.validator import STATEMENTS_PER_LOOP_TURN, RecordValidator
 from nesa_node.swarm.notice_store import NoticeStore
 from nesa_node.swarm.p2p.identity import Identity
@@ -38,6 +51,10 @@ log = get_logger(__name__)
 DEFAULT_TTL_S = 60.0
 _FETCH_ONE_TIMEOUT_S = 1.0
 _FETCH_ONE_MEMBERS = 4
+_RECENT_SHARE = 0.6
+"""Age of a recent record as a share of its life: a node renews it after a third."""
+_FURTHER_SHARDS = 8
+"""Shards beside this node's column that one fetch reads for blocks with few holders."""
 
 
 class Directory:
@@ -77,6 +94,8 @@ class Directory:
         self._records = RecordTable(identity.peer_id)
         self._num_blocks: dict[ModelId, int] = {}
         self._own_record: NodeRecord | None = None
+        self._shard_writer = ShardWriter()
+        self._num_fetches = 0
         self._publish_lock = asyncio.Lock()
 
     def record(self, peer: PeerId) -> NodeRecord | None:
@@ -106,11 +125,11 @@ class Directory:
         """
         async with self._publish_lock:
             await self._transport.refresh_addresses()
+            self._adopt_level(status)
             record = self._next_record(status)
             sealed = seal_statement(record, self._identity, self._membership)
             self._own_record = record
-            keys = [model_key(ModelId(record.model_id)), ALL_NODES_KEY]
-            failure = await self._dht_store.put(keys, sealed, record.expires_at, record.peer_id)
+            failure = await self._store_record(record, sealed)
             self.is_stored = failure is None
             if failure is not None:
                 log.warning("record_not_stored", seq=record.seq, reason=failure)
@@ -144,12 +163,12 @@ class Directory:
         `snapshot`. With `reports`, reports of failures are fetched at the same time.
         """
         if reports:
-            found, _ = await asyncio.gather(
-                self._search(model_key(model_id)), self._notices.fetch(FailureReport, model_id)
+            await asyncio.gather(
+                self._fetch_records(model_id, num_blocks),
+                self._notices.fetch(FailureReport, model_id),
             )
         else:
-            found = await self._search(model_key(model_id))
-        await self._remember(found)
+            await self._fetch_records(model_id, num_blocks)
         return self.snapshot(model_id, num_blocks)
 
     async def fetch_one(self, model_id: ModelId, *, members: int = 1) -> None:
@@ -157,9 +176,10 @@ class Directory:
 
         Of `members` that are asked at once the first answer counts.
         """
+        keys = self._keys_to_read(model_id)
+        found = await asyncio.gather(*(self._dht_store.find(key, members=members) for key in keys))
         # A node that one member does not name may exist all the same.
-        found = await self._dht_store.find(model_key(model_id), members=members)
-        await self._remember(found, is_complete=False)
+        await self._remember(interleave(found), is_complete=False)
 
     async def try_fetch_one(self, model_id: ModelId) -> bool:
         """`fetch_one` at `_FETCH_ONE_MEMBERS` members; False if none answers within
@@ -182,6 +202,7 @@ class Directory:
         num_blocks, agreed = self._agreed_records(model_id, records, num_blocks)
         if len(agreed) < len(records):
             self.dropped["num_blocks"] += len(records) - len(agreed)
+        agreed = self._even_sample(agreed, num_blocks)
         blames = self._reputation.blames(model_id, records)
         serving, joining = (
             tuple(self._state(record, blames) for record in agreed if record.state == state)
@@ -269,6 +290,7 @@ class Directory:
             issued_at=max(now, expires_at - MAX_RECORD_TTL_S),
             expires_at=expires_at,
             addresses=self._transport.addresses[:MAX_ADDRESSES],
+            shard_level=self._shard_writer.level,
         )
 
     async def _search(self, key: str) -> Iterable[bytes]:
@@ -280,6 +302,105 @@ class Directory:
 
     def _other_records(self) -> list[NodeRecord]:
         return [record for record in self._live_records() if record.peer_id != self._peer_id]
+
+    async def _fetch_records(self, model_id: ModelId, num_blocks: int | None) -> None:
+        """Fetch the records under the model's key, or the column of this node where there are
+        shards; then, for blocks with few holders, those of adjacent levels, then from the root and
+        further shards."""
+        levels = self._shard_levels(self._model_records(model_id))
+        if not any(levels):
+            await self._remember(await self._search(model_key(model_id)))
+            levels = self._shard_levels(self._model_records(model_id))
+            if not any(levels):
+                return
+        await self._fetch_keys(self._keys_to_read(model_id))
+        ranges = self._lacking_ranges(model_id, num_blocks)
+        if ranges:
+            beside = adjacent_shards(self._peer_id, levels, ranges)
+            await self._fetch_keys([shard.key(model_id) for shard in beside])
+            ranges = self._lacking_ranges(model_id, num_blocks)
+        if ranges:
+            self._num_fetches += 1
+            more = further_shards(self._peer_id, levels, ranges, self._num_fetches, _FURTHER_SHARDS)
+            await self._fetch_keys([model_key(model_id), *(each.key(model_id) for each in more)])
+
+    def _keys_to_read(self, model_id: ModelId) -> list[str]:
+        """Keys of this node's column; with the root, if any range of blocks has no shards."""
+        levels = self._shard_levels(self._model_records(model_id))
+        keys = [shard.key(model_id) for shard in column_shards(self._peer_id, levels)]
+        return keys if all(levels) else [model_key(model_id), *keys]
+
+    async def _fetch_keys(self, keys: Sequence[str]) -> None:
+        found = await asyncio.gather(*(self._search(key) for key in keys))
+        await self._remember(interleave(found))
+
+    def _lacking_ranges(self, model_id: ModelId, num_blocks: int | None) -> list[int]:
+        """Ranges with a block that has less than `MIN_HOLDERS` holders in remembered records."""
+        holders, _ = self.count_holders_and_states(model_id, num_blocks)
+        return sorted(
+            {
+                find_block_range(Span(block, block + 1), len(holders))
+                for block, count in enumerate(holders)
+                if count < MIN_HOLDERS
+            }
+        )
+
+    def _shard_levels(self, records: Iterable[NodeRecord]) -> tuple[int, ...]:
+        """The level of each range of a model's blocks, as `records` of other nodes announce it."""
+        return median_levels(
+            (Span(*record.span), record.num_blocks, record.shard_level)
+            for record in records
+            if record.peer_id != self._peer_id
+        )
+
+    def _adopt_level(self, status: NodeStatus) -> None:
+        """Begin with the level of the nodes of the same model and range of blocks; a withdrawal
+        goes where the record is."""
+        own = self._own_record
+        index = find_block_range(Span(*status.span), status.num_blocks)
+        if own is not None and status.state == "withdrawn":
+            self._shard_writer.level = own.shard_level
+            return
+        if (
+            own is None
+            or own.model_id != status.model_id
+            or index != find_block_range(Span(*own.span), own.num_blocks)
+        ):
+            self._shard_writer = ShardWriter()
+        if self._shard_writer.level == 0:
+            records = self._model_records(ModelId(status.model_id))
+            self._shard_writer.adopt(self._shard_levels(records)[index])
+
+    async def _store_record(self, record: NodeRecord, sealed: bytes) -> str | None:
+        """Store a record under the keys of its level; returns what `DhtStore.put` does.
+
+        A record in a shard lies also under the root and in the index if `ShardWriter` says so, if
+        it is a withdrawal, or if its shard refuses it.
+        """
+
+        async def put(keys: Sequence[str]) -> str | None:
+            return await self._dht_store.put(keys, sealed, record.expires_at, record.peer_id)
+
+        model_id, writer = ModelId(record.model_id), self._shard_writer
+        listed = [model_key(model_id), ALL_NODES_KEY]
+        known = self._model_records(model_id)
+        levels = self._shard_levels(known)
+        index = find_block_range(Span(*record.span), record.num_blocks)
+        ranges = [find_block_range(Span(*each.span), each.num_blocks) for each in known]
+        if record.shard is None:
+            failure = await put(listed)
+            writer.record_stored(self._dht_store.num_records(model_key(model_id)))
+            return failure
+        key = record.shard.key(model_id)
+        is_listed = record.state == "withdrawn" or writer.is_listed(self._peer_id)
+        failure, not_listed = await asyncio.gather(put([key]), put(listed if is_listed else []))
+        if failure is None:
+            writer.record_stored(
+                self._dht_store.num_records(key), levels[index], ranges.count(index), max(levels)
+            )
+            return None
+        writer.record_refused(self._dht_store.num_records(key))
+        return not_listed if is_listed else await put(listed)
 
     async def _remember(self, sealed_records: Iterable[bytes], *, is_complete: bool = True) -> None:
         """Check and remember records; complete results also drop expired ones as failed nodes."""
@@ -307,6 +428,7 @@ class Directory:
             for record in self._records
         )
         expired = [record for record in self._records if record.expires_at <= now]
+        failed = self._failed_peers(expired)
         for number, record in enumerate(expired, 1):
             if number % STATEMENTS_PER_LOOP_TURN == 0:
                 await asyncio.sleep(0)
@@ -314,8 +436,39 @@ class Directory:
             if self._records.get(peer) is not record:
                 continue  # Renewed in the meantime, or dropped by a concurrent fetch.
             self._records.drop(peer)
-            if hears_others and peer != self._peer_id:
+            if hears_others and peer in failed:
                 self._reputation.histories.record_expiry(record)
+
+    def _failed_peers(self, expired: Sequence[NodeRecord]) -> set[PeerId]:
+        """Peers of `expired` records whose next record this node would have read.
+
+        Where there are shards it reads its own column only. Nodes of a shard that is split or
+        merged leave it together, so that it has fewer recent records than expired ones.
+        """
+        names = {record.model_id for record in expired}
+        models = {name: self._model_records(ModelId(name)) for name in names}
+        read: set[tuple[str, Shard]] = set()
+        has_root: set[str] = set()
+        for model, records in models.items():
+            levels = self._shard_levels(records)
+            read |= {(model, shard) for shard in column_shards(self._peer_id, levels)}
+            has_root |= set() if all(levels) else {model}
+        recent_s = self._clock() - _RECENT_SHARE * self.ttl_s
+        num_recent = Counter(
+            (model, record.shard)
+            for model, records in models.items()
+            for record in records
+            if record.issued_at > recent_s
+        )
+        num_expired = Counter((record.model_id, record.shard) for record in expired)
+
+        def is_read(record: NodeRecord) -> bool:
+            if record.shard is None:
+                return record.model_id in has_root
+            place = record.model_id, record.shard
+            return place in read and num_recent[place] >= num_expired[place]
+
+        return {record.signer for record in expired if is_read(record)} - {self._peer_id}
 
     def _unexpired_records(self) -> Iterator[NodeRecord]:
         now = self._clock()
@@ -334,3 +487,12 @@ class Directory:
         if num_blocks is None:
             num_blocks = self._num_blocks.get(model_id) or majority_num_blocks(records)
         return num_blocks, [record for record in records if record.num_blocks == num_blocks]
+
+    def _even_sample(self, records: list[NodeRecord], num_blocks: int) -> list[NodeRecord]:
+        """The records that a planner may count by block (`even_sample`)."""
+        levels = self._shard_levels(records)
+        if not any(levels):
+            return records
+        nodes = [(record.signer, Span(*record.span)) for record in records]
+        kept = even_sample(nodes, self._peer_id, levels, num_blocks)
+        return [record for record, is_kept in zip(records, kept, strict=True) if is_kept]

@@ -142,6 +142,7 @@ async def _dht_node(
         validator.dropped,
         validator.peer_ages.known_s,
         DHTID.from_bytes(validator.index_id),
+        validator.is_shard_record,
     )
     rpc.protocol = node.protocol
     try:

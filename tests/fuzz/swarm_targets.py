@@ -15,6 +15,7 @@ import msgspec
 from nesa_node.core.errors import NesaError, PeerUnreachableError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.swarm import node as node_module
+from nesa_node.swarm.dht.digests import FindMode, FindOption, KeySummary, digest_parts
 from nesa_node.swarm.dht.message_codec import (
     load_value,
     pack_records,
@@ -47,6 +48,8 @@ from tests.swarm.record_fields import MODEL_ID, make_record
 NOW = 2_000_000_000.0
 KEY = dht_id(model_key(ModelId(MODEL_ID)))
 _METHODS = ("rpc_ping", "rpc_find", "rpc_store")
+_WITH_OPTION = b"\x82"
+"""First byte from which on an answer is one to a find with an option; 1 modulo 3."""
 
 
 def _identity() -> Identity:
@@ -159,10 +162,14 @@ def _answers() -> Iterator[Parse]:
         method = _METHODS[data[0] % 3] if data else "rpc_find"
         member.network.answer = data[1:]
         request, kind = requests[method]
+        option = None
+        if method == "rpc_find" and data[:1] >= _WITH_OPTION:
+            option = FindOption(FindMode.SUMMARY)
+            request = dht_pb2.FindRequest(keys=[option.pack(), KEY])
         read = await member.peer.call_protobuf_handler(target, f"DHT.{method}", request, kind)
         if method == "rpc_find":
             # What has passed can be read.
-            assert await protocol.find(target, DHTID.from_bytes(KEY)), read
+            assert await protocol.find(target, DHTID.from_bytes(KEY), option), read
         await asyncio.sleep(0)
 
     with trusting(), _hivemind_time():
@@ -200,6 +207,10 @@ def _request_seeds() -> list[bytes]:
     return [
         b"\0" + ping.SerializeToString(),
         b"\1" + find.SerializeToString(),
+        *(
+            b"\1" + dht_pb2.FindRequest(keys=[FindOption(mode, 5).pack(), KEY]).SerializeToString()
+            for mode in FindMode
+        ),
         b"\2" + stores.SerializeToString(),
         b"\2" + whole.SerializeToString(),
     ]
@@ -212,11 +223,16 @@ def _answer_seeds() -> list[bytes]:
         type=dht_pb2.FOUND_DICTIONARY, value=_packed(), expiration_time=NOW + 60,
         nearest_node_ids=[NODE_ID], nearest_peer_ids=[raw],
     )  # fmt: skip
+    nothing = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
+    packed = KeySummary(1, digest_parts([("a", b"", NOW)])).pack()
+    summary = dht_pb2.FindResult(type=dht_pb2.FOUND_REGULAR, value=packed)
     plain = dht_pb2.FindResult(type=dht_pb2.FOUND_REGULAR, value=b"\xc4\x01a", expiration_time=NOW)
     return [
         b"\0" + dht_pb2.PingResponse(peer=info, dht_time=NOW).SerializeToString(),
         b"\1" + dht_pb2.FindResponse(results=[result], peer=info).SerializeToString(),
         b"\1" + dht_pb2.FindResponse(results=[plain], peer=info).SerializeToString(),
+        _WITH_OPTION
+        + dht_pb2.FindResponse(results=[nothing, summary], peer=info).SerializeToString(),
         b"\2" + dht_pb2.StoreResponse(store_ok=[True], peer=info).SerializeToString(),
     ]
 

@@ -27,7 +27,7 @@ def make_status(**changes: Any) -> NodeStatus:
 
 
 def make_record(identity: Identity, now: float, **changes: Any) -> NodeRecord:
-    own = {"peer_id", "seq", "issued_at", "expires_at", "addresses"}
+    own = {"peer_id", "seq", "issued_at", "expires_at", "addresses", "shard_level"}
     status = make_status(**{key: changes[key] for key in changes.keys() - own})
     fields: dict[str, Any] = {
         **status.model_dump(),

@@ -214,9 +214,10 @@ async def test_stale_entry_of_an_answer_does_not_hide_the_good_ones(attack: _Att
         sealed = MSGPackSerializer.dumps(seal_statement(record, identity))
         records.store(identity.peer_id, sealed, record.expires_at)
 
-    async def answer(*_: object) -> bytes:
+    async def answer(_: PeerId, data: bytes) -> bytes:
         found = _found(dht_pb2.FOUND_DICTIONARY, MSGPackSerializer.dumps(records))
-        return bytes(dht_pb2.FindResponse(results=[found]).SerializeToString())
+        num_keys = len(dht_pb2.FindRequest.FromString(data).keys)
+        return bytes(dht_pb2.FindResponse(results=[found] * num_keys).SerializeToString())
 
     attack.attacker.transport.unary._handlers[PROTOCOL_PREFIX + "rpc_find"] = answer
     assert await attack.loads_seen() == [0.75, 0.75]

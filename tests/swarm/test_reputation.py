@@ -279,7 +279,15 @@ class _Counted(str):
 
 def ending(peer: str) -> Any:
     return SimpleNamespace(
-        peer_id=peer, signer=peer, model_id=MODEL_ID, state="serving", uptime_s=10.0
+        peer_id=peer,
+        signer=peer,
+        model_id=MODEL_ID,
+        state="serving",
+        uptime_s=10.0,
+        span=(0, 10),
+        num_blocks=30,
+        shard_level=0,
+        shard=None,
     )
 
 

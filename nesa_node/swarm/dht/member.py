@@ -16,6 +16,15 @@ import msgspec
 
 from nesa_node.core.errors import ProtocolError, RemoteError, SwarmError
 from nesa_node.core.logging import get_logger
+from nesa_node.core.lru_table import LruTable
+from nesa_node.swarm.dht.digests import (
+    FetchedParts,
+    FindMode,
+    FindOption,
+    KeySummary,
+    StoredRecord,
+    unpack_summary,
+)
 from nesa_node.swarm.dht.iterative_lookup import BUCKET_SIZE, Contact, IterativeLookup
 from nesa_node.swarm.dht.message_codec import unpack_records
 from nesa_node.swarm.dht.records import MAX_NODES_PER_MODEL
@@ -53,17 +62,20 @@ _MAX_BUSY_PEERS = 4096
 _REPLICATION_BATCH_BYTES = 512 * 1024
 _REPLICATION_BATCH_KEYS = 64
 """Limits of one replication call, which the receiver charges for; one key may exceed the bytes."""
-
-StoredRecord = tuple[str, bytes, float]
-"""Subkey, value and expiration."""
+_MAX_COUNTED_KEYS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class FindResult:
-    """A member's checked records under a key, and the members it knows nearest to that key."""
+    """A member's checked records under a key, and the members it knows nearest to that key.
+
+    A find with an option has a summary in place of records, unless the member is of an earlier
+    version.
+    """
 
     records: list[StoredRecord]
     neighbours: dict[DHTID, PeerID]
+    summary: KeySummary | None = None
 
 
 class MemberNode:
@@ -79,6 +91,8 @@ class MemberNode:
         self.peer_id = rpc.peer_id
         self.protocol = protocol
         self.blacklist = Blacklist(_BAN_S, _BAN_GROWTH)
+        self.num_records: LruTable[DHTID, int] = LruTable(_MAX_COUNTED_KEYS)
+        """Records under each key of a store, the median of what the nearest members said."""
         self._busy_peers = TimedStorage(_MAX_BUSY_PEERS)
         self._rpc = rpc
 
@@ -107,13 +121,17 @@ class MemberNode:
         key: DHTID,
         on_records: Callable[[list[StoredRecord]], bool] = lambda _: False,
         *,
+        fetched: FetchedParts | None = None,
+        counts: dict[DHTID, int] | None = None,
         parallel: int = _PARALLEL_CALLS,
         timeout_s: float = _LOOKUP_TIMEOUT_S,
     ) -> list[Contact]:
         """Find the members nearest to `key` that answer within `timeout_s`, the nearest first.
 
-        `take` gets each member's records under `key`, and ends the lookup by returning True.
-        `parallel` calls are made at once. Calls in flight at the end continue in the background:
+        `on_records` gets each member's records under `key`, and ends the lookup by returning True.
+        With `fetched`, parts that another member has returned already are not fetched again. With
+        `counts`, members only say how many records they have under the adjacent key. `parallel`
+        calls are made at once. Calls in flight at the end continue in the background:
         their results update the blacklist and the routing table.
         """
         clock = asyncio.get_running_loop().time
@@ -128,7 +146,8 @@ class MemberNode:
             slow_at = [at for _, at in calls.values() if at > now]
             while len(slow_at) < parallel and (contact := lookup.next_contact()) is not None:
                 slow_at.append(now + _SLOW_CALL_AFTER_S)
-                calls[self._rpc.start(self._find_at(contact.peer_id, key))] = contact, slow_at[-1]
+                find = self._find_at(contact.peer_id, key, fetched, counts)
+                calls[self._rpc.start(find)] = contact, slow_at[-1]
             if not calls:
                 return lookup.nearest()
             if now >= deadline:
@@ -165,7 +184,11 @@ class MemberNode:
         # A find also returns all records under its key. The adjacent id has the same nearest
         # members and no records.
         beside = DHTID(int(key) ^ 1)
-        members = await self.lookup(beside)
+        counts: dict[DHTID, int] = {}
+        members = await self.lookup(beside, counts=counts)
+        nearby = [counts[each.node_id] for each in members[:NUM_REPLICAS] if each.node_id in counts]
+        if nearby:
+            self.num_records.put(key, sorted(nearby)[len(nearby) // 2])
         own_distance = self.node_id.xor_distance(beside)
         missing = NUM_REPLICAS
         is_kept = False
@@ -189,10 +212,24 @@ class MemberNode:
             return None
         return "refused" if answers or is_alone else "unanswered"
 
-    async def _find_at(self, peer_id: PeerID, key: DHTID) -> FindResult | None:
+    async def _find_at(
+        self,
+        peer_id: PeerID,
+        key: DHTID,
+        fetched: FetchedParts | None = None,
+        counts: dict[DHTID, int] | None = None,
+    ) -> FindResult | None:
         """Ask `peer_id` for `key`; None if it refuses or does not answer."""
         try:
-            answer = await self.protocol.find(peer_id, key)
+            if counts is not None:
+                answer = await self.protocol.find(peer_id, key, FindOption(FindMode.COUNT))
+                if answer.summary is not None:
+                    node_id = DHTID.from_bytes(node_id_of(peer_id.to_bytes()))
+                    counts[node_id] = answer.summary.num_records
+            elif fetched is not None:
+                answer = await self._find_parts(peer_id, key, fetched)
+            else:
+                answer = await self.protocol.find(peer_id, key)
         except RemoteError:
             self._busy_peers.store(peer_id, None, time.time() + _BUSY_BACKOFF_S)
             return None
@@ -201,6 +238,24 @@ class MemberNode:
             return None
         self.blacklist.register_success(peer_id)
         return answer
+
+    async def _find_parts(self, peer_id: PeerID, key: DHTID, fetched: FetchedParts) -> FindResult:
+        """Ask for digests, then for the parts that no member has returned; a member with few
+        records, or of an earlier version, returns them at once. Raises as `find`."""
+        answer = await self.protocol.find(peer_id, key, FindOption(FindMode.SUMMARY))
+        if answer.summary is None:
+            fetched.add(answer.records)
+            return answer
+        async with fetched.turn():
+            known = fetched.known_records(answer.summary)
+            lacking = fetched.lacking(answer.summary)
+            if not lacking:
+                return FindResult(known, answer.neighbours)
+            option = FindOption(FindMode.PARTS, lacking)
+            parts = (await self.protocol.find(peer_id, key, option)).records
+            fetched.add(parts)
+        # Known ones first: in the order of another member's answer they must not lose their place.
+        return FindResult(known + parts, answer.neighbours)
 
     def _without_banned(self, contacts: Iterable[tuple[DHTID, PeerID]]) -> dict[DHTID, PeerID]:
         return {
@@ -224,12 +279,15 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
     def _validate_dictionary(self, key_bytes: bytes, dictionary: Any) -> bool:
         return True
 
-    async def find(self, peer_id: PeerID, key: DHTID) -> FindResult:
+    async def find(
+        self, peer_id: PeerID, key: DHTID, option: FindOption | None = None
+    ) -> FindResult:
         """Ask `peer_id` for its records under `key` and its nearest contacts.
 
         Raises `SwarmError`, `ProtocolError`, and `TimeoutError`.
         """
-        request = dht_pb2.FindRequest(keys=[key.to_bytes()], peer=self.node_info)
+        options = [] if option is None else [option.pack()]
+        request = dht_pb2.FindRequest(keys=[*options, key.to_bytes()], peer=self.node_info)
         try:
             async with asyncio.timeout(self.wait_timeout):
                 response = await self.p2p.call_protobuf_handler(
@@ -242,9 +300,11 @@ class MemberProtocol(DHTProtocol):  # type: ignore[misc]
             raise
         if response.peer.node_id:
             await self.update_routing_table(DHTID.from_bytes(response.peer.node_id), peer_id)
-        (result,) = response.results
+        result = response.results[-1]
         ids = map(DHTID.from_bytes, result.nearest_node_ids)
         neighbours = dict(zip(ids, map(PeerID, result.nearest_peer_ids), strict=True))
+        if result.type == dht_pb2.FOUND_REGULAR:
+            return FindResult([], neighbours, unpack_summary(result.value))
         return FindResult(unpack_records(result.value) if result.value else [], neighbours)
 
     def store_locally(self, key: DHTID, subkey: str, value: bytes, expires_at: float) -> bool:
@@ -332,6 +392,10 @@ class DhtStore:
         )
         return next((failure for failure in failures if failure is not None), None)
 
+    def num_records(self, key: str) -> int | None:
+        """Records under a key that this node wrote to, as its members report; None if none did."""
+        return self._node.num_records.get(self._dht_id(key))
+
     async def find(self, key: str, *, members: int | None = None) -> Iterable[bytes]:
         """Find the valid statements under `key`; empty if no member answers.
 
@@ -355,8 +419,14 @@ class DhtStore:
 
         key_id = self._dht_id(key)
         if not take(self._node.protocol.storage.records_of(key_id)):
-            parallel = {} if members is None else {"parallel": members}
-            await self._node.lookup(key_id, take, timeout_s=FETCH_TIMEOUT_S, **parallel)
+            fetched = FetchedParts() if members is None else None
+            await self._node.lookup(
+                key_id,
+                take,
+                fetched=fetched,
+                parallel=members or _PARALLEL_CALLS,
+                timeout_s=FETCH_TIMEOUT_S,
+            )
         places = _best_ranks(answers)
         subkeys = sorted(newest, key=lambda subkey: places.get(subkey, len(places)))
         return [msgspec.msgpack.decode(newest[subkey][1], type=bytes) for subkey in subkeys]

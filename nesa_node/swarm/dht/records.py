@@ -35,6 +35,7 @@ from nesa_node.swarm.dht.sealing import (
     check_own_addresses,
     max_items,
 )
+from nesa_node.swarm.dht.shards import MAX_LEVEL, Shard, find_shard
 from nesa_node.topology.links.matrix import MAX_PACKED_BYTES, MeasuredLink, unpack_links
 from nesa_node.topology.snapshot import NodeState
 
@@ -141,6 +142,8 @@ class NodeRecord(NodeStatus, Statement):
     issued_at: Time
     expires_at: Time
     addresses: Addresses = ()
+    shard_level: int = Field(default=0, ge=0, le=MAX_LEVEL)
+    """Level of the shard that has the record beside the model's key (`shards.py`); 0: none has."""
 
     @model_validator(mode="after")
     def _check_addresses(self) -> Self:
@@ -153,6 +156,13 @@ class NodeRecord(NodeStatus, Statement):
     def slot(self) -> tuple[str, str]:
         """One record for each peer, whichever model it serves."""
         return "", self.peer_id
+
+    @property
+    def shard(self) -> Shard | None:
+        """The only shard under which the record is valid."""
+        if self.shard_level == 0:
+            return None
+        return find_shard(self.signer, Span(*self.span), self.num_blocks, self.shard_level)
 
     def node_state(self) -> NodeState:
         shared = {name: getattr(self, name) for name in _SHARED_FIELDS}
@@ -169,7 +179,7 @@ _SHARED_FIELDS = NodeState.__dataclass_fields__.keys() & NodeRecord.model_fields
 
 
 def model_key(model_id: ModelId) -> str:
-    """DHT key of the records of a model's nodes."""
+    """DHT key of the records of a model's nodes: the root, where these are in shards."""
     return f"nesa/1/model/{model_id}"
 
 

@@ -34,6 +34,16 @@ from nesa_node.core.errors import ProtocolError, RecordError, SwarmError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.lru_table import LruTable
+from nesa_node.swarm.dht.digests import (
+    MAX_UNASKED_BYTES,
+    FindMode,
+    FindOption,
+    KeySummary,
+    digest_parts,
+    read_option,
+    select_parts,
+    unpack_summary,
+)
 from nesa_node.swarm.dht.message_codec import (
     KEY_BYTES,
     MAX_KEYS_PER_FIND,
@@ -57,6 +67,8 @@ _BURST_UNITS = 500.0
 _REQUEST_BYTES_PER_UNIT = 16 * 1024
 _RECORDS_PER_UNIT = 16
 _ANSWER_BYTES_PER_UNIT = 64 * 1024
+_DIGEST_SHARE = 1 / 16
+"""What digests of records cost a member, as a share of packing and sending these records."""
 
 
 class CallBudget:
@@ -245,15 +257,22 @@ class DhtRpc:
         if any(len(key) != KEY_BYTES for key in keys):
             raise ProtocolError("malformed", f"a key of the DHT has {KEY_BYTES} bytes")
         response = dht_pb2.FindResponse(peer=self.protocol.node_info)
+        option = read_option(keys[0]) if keys else None
+        if option is not None:
+            del keys[0]
+            response.results.add(type=dht_pb2.NOT_FOUND)
         left = _MAX_FIND_RECORD_BYTES
         for key in map(DHTID.from_bytes, keys):
             result = response.results.add(type=dht_pb2.NOT_FOUND)
-            size = self.protocol.storage.size_of(key)
-            if 0 < size <= left:
-                left -= size
-                self._budget.charge_answer(peer, size)
-                _set_result(result, self.protocol.storage.records_of(key))
-                await asyncio.sleep(0)
+            if option is None:
+                size = self.protocol.storage.size_of(key)
+                if 0 < size <= left:
+                    left -= size
+                    self._budget.charge_answer(peer, size)
+                    _set_result(result, self.protocol.storage.records_of(key))
+            else:
+                left -= self._answer_option(option, key, result, peer, left)
+            await asyncio.sleep(0)
             nearest = self.protocol.routing_table.get_nearest_neighbors(
                 key, k=MAX_NEIGHBOURS_PER_RESULT, exclude=DHTID.from_bytes(request.peer.node_id)
             )
@@ -262,6 +281,30 @@ class DhtRpc:
                 result.nearest_peer_ids.append(peer_id.to_bytes())
         await self._update_routing_table(request, peer)
         return response
+
+    def _answer_option(
+        self, option: FindOption, key: DHTID, result: Any, peer: PeerId, left: int
+    ) -> int:
+        """Put a summary or parts of the records of `key` into `result`, or all if they are few;
+        returns the bytes of records, at most `left`."""
+        storage = self.protocol.storage
+        if option.mode is FindMode.COUNT:
+            _set_summary(result, KeySummary(storage.num_records(DHTID(int(key) ^ 1))))
+            return 0
+        records = storage.records_of(key)
+        if option.mode is FindMode.SUMMARY and storage.size_of(key) > MAX_UNASKED_BYTES:
+            self._budget.charge_answer(peer, int(storage.size_of(key) * _DIGEST_SHARE))
+            _set_summary(result, KeySummary(len(records), digest_parts(records)))
+            return 0
+        if option.mode is FindMode.PARTS:
+            self._budget.charge_answer(peer, int(storage.size_of(key) * _DIGEST_SHARE))
+            records = select_parts(records, option.parts)
+        size = sum(len(value) for _, value, _ in records)
+        if size > left:
+            return 0
+        self._budget.charge_answer(peer, size)
+        _set_result(result, records)
+        return size
 
     async def _store(self, request: Any, peer: PeerId) -> Any:
         """Answer a store like hivemind, but check each record separately and cache none."""
@@ -300,8 +343,12 @@ class DhtRpc:
         if len(response.results) != len(request.keys):
             raise ProtocolError("bad_answer", "results do not match the keys asked for")
         num_records = 0
+        option = read_option(request.keys[0]) if request.keys else None
         for key, result in zip(request.keys, response.results, strict=True):
             _drop_mismatched_neighbours(result)
+            if option is not None and result.type == dht_pb2.FOUND_REGULAR:
+                unpack_summary(result.value)
+                continue
             items = []
             if result.type == dht_pb2.FOUND_DICTIONARY:
                 items = _with_packed_subkeys(result.value)
@@ -354,6 +401,11 @@ def _drop_mismatched_neighbours(result: Any) -> None:
     del result.nearest_peer_ids[:]
     result.nearest_node_ids.extend(node_id for node_id, _ in kept)
     result.nearest_peer_ids.extend(peer_id for _, peer_id in kept)
+
+
+def _set_summary(result: Any, summary: KeySummary) -> None:
+    result.type = dht_pb2.FOUND_REGULAR
+    result.value = summary.pack()
 
 
 def _set_result(result: Any, records: Sequence[tuple[str, bytes, float]]) -> None:

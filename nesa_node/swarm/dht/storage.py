@@ -31,6 +31,10 @@ MAX_RECORDS_PER_KEY = MAX_RECORDS_PER_CALL // 2
 """Half of what readers accept in one answer, since they check all members' records within a call's
 timeout."""
 MAX_BYTES = 64 * 1024**2
+MAX_SHARD_KEYS = 512
+"""Keys of shards (`shards.py`), beside those of models."""
+MAX_SHARD_BYTES = 32 * 1024**2
+"""Records under the keys of shards, beside `MAX_BYTES`."""
 MAX_NOTICE_KEYS = 256
 """Keys of notices of all kinds together."""
 MAX_NOTICE_BYTES = 16 * 1024**2
@@ -48,6 +52,10 @@ def zero_known_s(_: PeerId) -> float:
     return 0.0
 
 
+def never_shard(_key: bytes, _value: bytes) -> bool:
+    return False
+
+
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     """hivemind's storage with bounds, and without two of its bugs.
 
@@ -58,9 +66,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     Records: in a full storage, updates of stored subkeys are accepted and new subkeys refused. An
     attacker with many identities can keep new nodes out of a key, but cannot evict stored ones. A
     node serves one model, so a signer's later record under another model's key replaces its earlier
-    one. When there are `MAX_MODEL_KEYS`, a new key evicts a key if all signers of that one
-    have been known for less time than its own (`known_s`, by peer id), and a small random sample of
-    keys contains it.
+    one. When there are `MAX_MODEL_KEYS`, a new key evicts a key if all signers of that one have
+    been known for less time than its own (`known_s`, by peer id), and a small random sample of keys
+    contains it. Shards have a quota of their own, by the same rules: a signer has one record in all
+    of them, beside the one under its model's key.
 
     Notices have a separate quota, which records neither use nor lose. In a full key a new signer
     evicts the signer known for the shortest time, if that is less than its own. A signer of unknown
@@ -68,6 +77,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
     no blocks has no age either, and a flood that came first must not exclude it.
 
     `own_subkey`, this node's peer id, is always accepted. `index_key` is the index of all nodes.
+    `is_shard_record(key, value)` says whether a key is a shard's, by a record under it.
     """
 
     def __init__(
@@ -76,8 +86,11 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         dropped: Counter[str],
         known_s: Callable[[PeerId], float] = zero_known_s,
         index_key: DHTID | None = None,
+        is_shard_record: Callable[[bytes, bytes], bool] = never_shard,
     ) -> None:
         super().__init__()
+        self._is_shard_record = is_shard_record
+        self._shard_keys: set[DHTID] = set()
         self._index_key = index_key
         self._own_subkey = own_subkey
         self._dropped = dropped
@@ -101,12 +114,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         if known is not None and known.expiration_time >= expiration_time:
             return False
         bounds = _notice_bounds(value)
-        if (
-            bounds is None
-            and known is None
-            and not self._remove_from_other_model(key, subkey, expiration_time)
-        ):
-            return False
+        if bounds is None and known is None:
+            self._note_shard(key, value)
+            if not self._remove_from_other_model(key, subkey, expiration_time):
+                return False
         if subkey != self._own_subkey and known is None:
             if bounds is None:
                 has_room = self._has_room(key, len(value), subkey)
@@ -145,6 +156,10 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
             return []
         return [(subkey, item.value, item.expiration_time) for subkey, item in records.items()]
 
+    def num_records(self, key: DHTID) -> int:
+        records = self._records(key)
+        return 0 if records is None else len(records)
+
     def get(self, key: DHTID) -> ValueWithExpiration | None:
         """A copy of the records under `key`, since hivemind merges other answers into it."""
         records = self._records(key)
@@ -175,8 +190,11 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         """Remove the signer's record of another model; False if it expires no earlier than this."""
         if key == self._index_key:
             return True
-        of_signer = {other for other, item in self.data.items() if subkey in item.value.data}
-        for other in of_signer - {key, self._index_key, *self._notice_keys}:
+        group = self._keys_like(key)
+        of_signer = [other for other in group if subkey in self.data[other].value.data]
+        for other in of_signer:
+            if other == key:
+                continue
             records = self.data[other].value
             before = records.data[subkey]
             if before.expiration_time >= expiration_time:
@@ -187,8 +205,17 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
                 del self[other]
         return True
 
-    def _model_keys(self) -> list[DHTID]:
-        return [key for key in self.data if key not in self._notice_keys and key != self._index_key]
+    def _note_shard(self, key: DHTID, value: bytes) -> None:
+        if key not in self._shard_keys and self._is_shard_record(key.to_bytes(), value):
+            self._shard_keys = {each for each in self._shard_keys if each in self.data}
+            self._shard_keys.add(key)
+
+    def _keys_like(self, key: DHTID) -> list[DHTID]:
+        """Stored keys of shards if `key` is one, else those of models."""
+        if key in self._shard_keys:
+            return [each for each in self._shard_keys if each in self.data]
+        others = {self._index_key, *self._notice_keys, *self._shard_keys}
+        return [each for each in self.data if each not in others]
 
     def _has_room(self, key: DHTID, size: int, subkey: str) -> bool:
         """Whether a record of a new subkey may be stored; a new key may evict another one."""
@@ -203,20 +230,27 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
             return True
         known_s = self._known_s(PeerId(subkey))
         if known_s > 0.0:
-            self._evict_least_known_key(self._model_keys(), known_s)
+            self._evict_least_known_key(self._keys_like(key), known_s)
         return self._key_fits(key)
 
     def _key_fits(self, key: DHTID) -> bool:
         is_known = key in self.data or key == self._index_key
-        return is_known or len(self._model_keys()) < MAX_MODEL_KEYS
+        most = MAX_SHARD_KEYS if key in self._shard_keys else MAX_MODEL_KEYS
+        return is_known or len(self._keys_like(key)) < most
 
     def _fits(self, key: DHTID, size: int) -> bool:
-        notice_bytes = sum(self._bytes[key] for key in self._notice_keys)
         records = self._records(key)
+        shard_bytes = sum(self._bytes[each] for each in self._shard_keys)
+        if key in self._shard_keys:
+            has_memory = shard_bytes + size <= MAX_SHARD_BYTES
+        else:
+            notice_bytes = sum(self._bytes[each] for each in self._notice_keys)
+            model_bytes = self._bytes.total() - notice_bytes - shard_bytes
+            has_memory = model_bytes + size <= MAX_BYTES
         return (
-            self._bytes[key] + size <= MAX_BYTES_PER_KEY
+            has_memory
+            and self._bytes[key] + size <= MAX_BYTES_PER_KEY
             and (records is None or len(records) < MAX_RECORDS_PER_KEY)
-            and self._bytes.total() - notice_bytes + size <= MAX_BYTES
         )
 
     def _has_notice_room(self, key: DHTID, bounds: StatementBounds, subkey: str) -> bool:

@@ -1,8 +1,9 @@
 """Validation of all statements that are stored at this DHT member or returned by a lookup.
 
 Only a sealed record or notice is valid: under the subkey of its signer, under the key of its own
-model (or the index of all nodes), with the signed expiry, and not older than the newest one seen. A
-peer can thus neither write for another peer, nor replay what that peer has replaced or withdrawn.
+model (or its one shard, or the index of all nodes), with the signed expiry, and not older than the
+newest one seen. A peer can thus neither write for another peer, nor replay what that peer has
+replaced or withdrawn.
 
 How long this node has known each peer: a measure of trust that a peer cannot forge.
 """
@@ -160,6 +161,14 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         check_age(statement, self._clock())
         return statement
 
+    def is_shard_record(self, key: bytes, value: bytes) -> bool:
+        """Whether `value`, a stored record, lies under a shard's `key`."""
+        try:
+            record = self._memory_of(NodeRecord).open(NodeRecord, _unwrap(value), self._membership)
+        except RecordError:
+            return False
+        return record.shard is not None and key == self._keys(record)[-1]
+
     async def open_all(
         self, kind: type[_Kind], sealed_statements: Iterable[bytes]
     ) -> AsyncIterator[_Kind]:
@@ -193,7 +202,9 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
         model = ModelId(statement.model_id)
         if isinstance(statement, Notice):
             return (dht_id(self._membership.dht_key(notice_key(type(statement), model))),)
-        return self.index_id, dht_id(self._membership.dht_key(model_key(model)))
+        shard = statement.shard
+        keys = [model_key(model)] if shard is None else [model_key(model), shard.key(model)]
+        return self.index_id, *(dht_id(self._membership.dht_key(key)) for key in keys)
 
 
 class _StatementMemory:

@@ -148,3 +148,57 @@ def test_merging_into_a_result_leaves_the_storage_alone(storage: BoundedStorage)
     assert found is not None
     found.value.store("q", b"foreign", now + 60)
     assert _subkeys(storage) == {"p"}
+
+
+def _sharded_storage() -> BoundedStorage:
+    """Keys from 1,000 are those of shards."""
+
+    def is_shard(key: bytes, _value: bytes) -> bool:
+        return int.from_bytes(key, "big") >= 1000
+
+    return BoundedStorage(OWN, Counter(), index_key=KEY, is_shard_record=is_shard)
+
+
+def test_signer_has_a_record_under_one_shard_beside_its_model() -> None:
+    """Else one identity could fill all shards."""
+    storage = _sharded_storage()
+    now = time.time()
+    assert storage.store_subkey(DHTID(100), "p", bytes(100), now + 60)
+    for index in range(5):
+        until = now + 60 + index
+        assert storage.store_subkey(DHTID(1000 + index), "p", bytes(100), until)
+        assert set(storage.data) == {DHTID(100), DHTID(1000 + index)}
+        assert not storage.store_subkey(DHTID(999_999), "p", bytes(100), until)
+
+
+def test_shards_neither_take_room_of_models_nor_lose_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dht_storage, "MAX_MODEL_KEYS", 3)
+    monkeypatch.setattr(dht_storage, "MAX_SHARD_KEYS", 4)
+    monkeypatch.setattr(dht_storage, "MAX_BYTES", 400)
+    monkeypatch.setattr(dht_storage, "MAX_SHARD_BYTES", 500)
+    storage = _sharded_storage()
+    until = time.time() + 60
+
+    def store(first: int) -> list[bool]:
+        return [
+            storage.store_subkey(DHTID(first + index), f"{first}-{index}", bytes(100), until)
+            for index in range(6)
+        ]
+
+    assert store(1000) == [True] * 4 + [False] * 2
+    assert store(100) == [True] * 3 + [False] * 3
+    again = [storage.store_subkey(DHTID(1000), f"more{i}", bytes(100), until) for i in range(3)]
+    assert again == [True, False, False]
+    assert storage.store_subkey(DHTID(100), "more", bytes(100), until)
+    assert not storage.store_subkey(DHTID(100), "yet more", bytes(100), until)
+    assert storage.num_records(DHTID(1000)) == 2
+
+
+def test_shard_is_as_hard_to_fill_as_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_storage, "MAX_RECORDS_PER_KEY", 10)
+    storage = _sharded_storage()
+    until = time.time() + 60
+    stored = [storage.store_subkey(DHTID(1000), f"p{i}", bytes(10), until) for i in range(12)]
+    assert stored == [True] * 10 + [False] * 2

@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from nesa_node.core.errors import RecordError
-from nesa_node.core.ids import ModelId
+from nesa_node.core.ids import ModelId, Span
 from nesa_node.swarm.dht.records import ALL_NODES_KEY, MAX_RECORD_BYTES, NodeRecord, model_key
 from nesa_node.swarm.dht.sealing import seal_statement
+from nesa_node.swarm.dht.shards import NUM_RANGES, Shard, find_shard
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.p2p.hivemind_imports import DHTProtocol, DHTRecord, MSGPackSerializer
 from nesa_node.swarm.p2p.identity import Identity, Membership
@@ -47,6 +48,31 @@ def test_signed_record_passes_under_its_model_and_the_index(member: _Member) -> 
     assert member.validator.validate(member.wrap(record))
     assert member.validator.validate(member.wrap(record, key=dht_id(ALL_NODES_KEY)))
     assert member.validator.dropped == {}
+
+
+def test_record_passes_under_the_one_shard_of_its_level_bucket_and_range(member: _Member) -> None:
+    record = make_record(member.peer, NOW, shard_level=4)
+    own = find_shard(record.signer, Span(*record.span), record.num_blocks, 4)
+    keys = {
+        shard: dht_id(shard.key(ModelId(MODEL_ID)))
+        for level in range(1, 6)
+        for bucket in range(2 ** (level - 1))
+        for shard in (Shard(level, index, bucket) for index in range(NUM_RANGES))
+    }
+    valid = {
+        shard
+        for shard, key in keys.items()
+        if member.validator.validate(member.wrap(record, key=key))
+    }
+    assert valid == {own}
+    assert member.validator.dropped == {"key": len(keys) - 1}
+    wrapped = member.wrap(record)
+    assert member.validator.validate(wrapped)
+    assert member.validator.is_shard_record(keys[own], wrapped.value)
+    assert not member.validator.is_shard_record(KEY, wrapped.value)
+    assert not member.validator.is_shard_record(KEY, b"nonsense")
+    without = make_record(member.peer, NOW, seq=2)
+    assert not member.validator.validate(member.wrap(without, key=keys[own]))
 
 
 def test_what_is_not_a_peers_own_record_is_dropped_and_counted(member: _Member) -> None:
