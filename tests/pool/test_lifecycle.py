@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 import torch
 
 from nesa_node import AutoDistributedModelForCausalLM
+from nesa_node.cli.services.local_swarm import start_process, stop_processes
+from tests.browser.browsing import SCREENSHOTS, browsing
 from tests.engine.tiny_models import greedy, prompt_ids, reference
 from tests.pool.machines import Pool, open_pool
 
@@ -52,6 +56,31 @@ def test_two_swarms_serve_beside_each_other(pool: Pool, tiny: Callable[[str], Pa
     listed = pool.swarm("list").stdout
     assert FIRST in listed
     assert SECOND in listed
+
+
+def test_the_page_shows_the_machines_and_the_swarms_made_of_them(pool: Pool) -> None:
+    log = pool.folder / "dashboard.log"
+    argv = [sys.executable, "-m", "nesa_node", "dashboard", "--listen", "127.0.0.1:0"]
+    argv += ["--initial-peers", *pool.addresses]
+    process = start_process(argv, log, environment=pool.environment())
+    try:
+        pool.wait(lambda: "listens on" in log.read_text(), 120, "the page")
+        [url] = re.findall(r"listens on (\S+)", log.read_text())
+        with browsing(url) as page:
+            page.wait_for_selector("#pool:not([hidden])", timeout=60_000)
+            page.wait_for_function(
+                f"document.querySelectorAll('#machines tr').length === {MACHINES}", timeout=60_000
+            )
+            rows = page.locator("#built tr").all_inner_texts()
+            assert len(rows) == 2
+            assert all("serving" in row and "1 of 1" in row for row in rows)
+            machines = page.locator("#machines").inner_text()
+            assert f"{FIRST} 0:" in machines
+            assert "machine-1" in machines
+            SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+            page.locator("#pool").screenshot(path=SCREENSHOTS / "pool.png")
+    finally:
+        stop_processes([process])
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ class PoolBuilder:
         await rtts.ping_all(self._swarm.transport, few, timeout_s=PING_TIMEOUT_S)
 
     def _hop_s(self, peer: PeerId) -> float:
-        """Time of a hop to a machine: this orchestrator's round trip stands for those between machines."""
+        """Time of a hop to a machine: the round trip from here stands for all of its own."""
         rtt_ms = self._swarm.rtts.rtt_ms(peer)
         return HOP_S if math.isnan(rtt_ms) else HOP_OVERHEAD_S + 1e-3 * rtt_ms
 
