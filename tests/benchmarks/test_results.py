@@ -48,9 +48,15 @@ def test_every_benchmark_has_defaults_and_a_quick_form() -> None:
         assert isinstance(module.DEFAULTS, Options), name
         assert isinstance(module.QUICK, Options), name
         assert module.QUICK.runs <= module.DEFAULTS.runs, name
-        # Churn's events and regions' phases are their runs; a plan for thousands of nodes is the
-        # same every time.
-        assert module.DEFAULTS.runs >= 5 or name in ("churn", "regions", "scale")
+        # Events of churn, phases of regions, weeks of a forecast and clients of large swarms are
+        # runs, too; a plan for thousands of nodes is the same every time.
+        assert module.DEFAULTS.runs >= 5 or name in (
+            "churn",
+            "forecast",
+            "large",
+            "regions",
+            "scale",
+        )
 
 
 def test_numbers_are_read_from_a_list() -> None:

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from nesa_node.engine.model.machine_figures import WEIGHT_KINDS
 from nesa_node.topology.roofline import WeightFigures
 
 
+@pytest.mark.timeout(240)
 def test_the_program_prints_figures_of_every_kind_of_weights(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "nesa_node.engine.model.machine_figures", "cpu", "1"]
     argv.append(str(tmp_path))
