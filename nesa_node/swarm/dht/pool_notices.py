@@ -48,6 +48,13 @@ def _check_model_name(name: str) -> str:
     return name
 
 
+def _check_span(pair: tuple[int, int]) -> tuple[int, int]:
+    if not 0 <= pair[0] < pair[1] <= 10_000:
+        raise ValueError(f"{pair} is no span")
+    return pair
+
+
+_SpanPair = Annotated[Pair, AfterValidator(_check_span)]
 _ModelText = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_check_model_name)]
 _Glob = Annotated[Text, Field(min_length=1, max_length=128)]
 _Positive = Annotated[float, Field(gt=0, le=1e18)]
@@ -82,17 +89,11 @@ class HeldModel(BaseModel):
 
     model: _ModelText
     state: HeldState
-    span: Pair
+    span: _SpanPair
     quant_type: QuantType = "none"
     model_id: Text = Field(default="", max_length=256)
     node: Peer | None = None
     reason: _Reason = ""
-
-    @model_validator(mode="after")
-    def _check_span(self) -> Self:
-        if not 0 <= self.span[0] < self.span[1] <= 10_000:
-            raise ValueError(f"{self.span} is no span")
-        return self
 
     @property
     def blocks(self) -> Span:
@@ -138,16 +139,10 @@ class AssignedSpan(BaseModel):
     model_config = STRICT
 
     model: _ModelText
-    span: Pair
+    span: _SpanPair
     quant_type: QuantType = "none"
     dtype: str = Field(default="auto", pattern=r"^[a-z0-9]{1,16}$")
     cache_tokens: int = Field(ge=1, le=2**31)
-
-    @model_validator(mode="after")
-    def _check_span(self) -> Self:
-        if not 0 <= self.span[0] < self.span[1] <= 10_000:
-            raise ValueError(f"{self.span} is no span")
-        return self
 
     @property
     def blocks(self) -> Span:
