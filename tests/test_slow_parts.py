@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.slow_parts import UNKNOWN_S, measured, recorded, slow_files, split
 
-PARTS = 5
+PARTS = 6
 LONGEST_S = 20 * 60
 
 

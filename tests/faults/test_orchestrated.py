@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from nesa_node.cli.app import run_command
 from nesa_node.core.ids import Span
+from nesa_node.routing.search.greedy import SHIPPED_PARAMETERS
 from tests.client.local_models import random_ids
 from tests.faults.bed import Bed, Node
 from tests.faults.runs import Blow, join_bed, run_with_blow
@@ -111,7 +112,7 @@ def test_topology_of_a_live_swarm_can_be_read_over_http_and_replayed(
     wait_until(lambda: any(e["trigger"] == "replicas" for e in _topology(boss)["events"]))
     after = _topology(boss)
     assert after["strategy"] == "rebalance-throughput"
-    assert after["exponents"]["now"]["gamma"] == 1.0
+    assert after["exponents"]["now"]["gamma"] == SHIPPED_PARAMETERS.gamma
     figures = after["history"]["triggers"]["shift"]["figure"]
     assert len(figures) == len(after["history"]["at"]) >= 3
     assert "secret" not in json.dumps(after)
