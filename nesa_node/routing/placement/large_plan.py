@@ -144,7 +144,7 @@ def measure_large_swarm(swarm: LargeSwarm, question: WhatIfSettings) -> SwarmPer
     """`measure_swarm`, with chains of candidates."""
     capacity, everything = _capacity(swarm), np.arange(len(swarm.links))
     held = Assignment(swarm.starts_N, swarm.ends_N)
-    nobody = np.zeros(0, dtype=np.int64)
+    no_nodes = np.zeros(0, dtype=np.int64)
     chains: list[tuple[Hop, ...]] = []
     latencies_s: list[float] = []
     for request in question.requests:
@@ -159,7 +159,7 @@ def measure_large_swarm(swarm: LargeSwarm, question: WhatIfSettings) -> SwarmPer
         chains.append(hops)
         latencies_s.append(chain_cost_s(swarm.restrict(rows), asked, hops))
     room = _candidate_problem(
-        swarm, question.requests[:1], nobody, everything, held, capacity, question.replicas
+        swarm, question.requests[:1], no_nodes, everything, held, capacity, question.replicas
     )
     score = score_assignment(room, room.current_assignment())
     return SwarmPerformance(

@@ -385,9 +385,7 @@ class PoolBuilder:
     def _superfluous(self, round_: _Round, name: str, model: _Model) -> PeerId | None:
         """A machine without which each block still has the wanted replicas: the smallest such."""
         holders = self._holders(round_, name)
-        counts = count_span_holders(
-            ((span.start, span.end) for span in holders.values()), model.shape.num_blocks
-        )
+        counts = _count_holders(holders, model)
         replicas = self._demand[name].replicas
         spare = [
             (len(span), peer)
@@ -412,9 +410,7 @@ class PoolBuilder:
     def _fill_replica(self, round_: _Round, wanted: WantedSwarm, replica: int) -> None:
         name, model = wanted.model, self._models[wanted.model]
         holders = self._holders(round_, name)
-        counts = count_span_holders(
-            ((span.start, span.end) for span in holders.values()), model.shape.num_blocks
-        )
+        counts = _count_holders(holders, model)
         for span in missing_spans(counts, replica):
             machines = self._machines_for(round_, name)
             plan = plan_build(model.shape, span, machines, quality=wanted.quality, goal=wanted.goal)
@@ -562,9 +558,7 @@ class PoolBuilder:
                     serving[peer] = each.blocks
         replicas = 0
         if model is not None:
-            counts = count_span_holders(
-                ((span.start, span.end) for span in serving.values()), model.shape.num_blocks
-            )
+            counts = _count_holders(serving, model)
             replicas = min(counts)
         state: SwarmState = "building"
         reason = round_.reasons.get(name, "")
@@ -614,6 +608,12 @@ class PoolBuilder:
                 ),
                 name=f"orchestrator of {model_id}",
             )
+
+
+def _count_holders(holders: Mapping[PeerId, Span], model: _Model) -> tuple[int, ...]:
+    """Number of `holders` of each block; a span that goes beyond the model is cut."""
+    spans = ((span.start, span.end) for span in holders.values())
+    return count_span_holders(spans, model.shape.num_blocks)
 
 
 def _parts(spans: Sequence[AssignedSpan]) -> frozenset[tuple[str, str]]:
