@@ -229,9 +229,8 @@ class PoolBuilder:
 
     async def _read(self) -> _Round:
         notices = self._swarm.notices
-        offers = {
-            each.signer: each for each in await notices.fetch(Offer, POOL) if self._may_use(each)
-        }
+        offered = await notices.fetch(Offer, POOL)
+        offers = {each.signer: self._plausible(each) for each in offered if self._may_use(each)}
         requests = [
             each
             for each in await notices.fetch(BuildRequest, POOL)
@@ -263,6 +262,19 @@ class PoolBuilder:
 
     def _may_use(self, offer: Offer) -> bool:
         return not offer.obeys or self._swarm.identity.peer_id in offer.obeys
+
+    def _plausible(self, offer: Offer) -> Offer:
+        """The offer without spans that its model cannot have: offers are untrusted."""
+
+        def may_be(held: HeldModel) -> bool:
+            model = self._models.get(held.model)
+            return model is None or (
+                held.quant_type in model.shape.block_bytes
+                and held.blocks.end <= model.shape.num_blocks
+            )
+
+        held = tuple(each for each in offer.held if may_be(each))
+        return offer if len(held) == len(offer.held) else offer.model_copy(update={"held": held})
 
     def _present_assignment(self, peer: PeerId, offer: Offer) -> dict[str, AssignedSpan]:
         """What a machine was told to hold, or holds by its offer if that was a predecessor's word.

@@ -244,6 +244,27 @@ async def test_an_overstated_machine_is_planned_as_it_was_measured(bench: Bench)
     assert bench.builder._slowdown(liar, "bfloat16") == pytest.approx(10)
 
 
+@pytest.mark.parametrize(
+    "change", [{"quant_type": "nf4"}, {"span": (0, 9999)}], ids=["quantization", "blocks"]
+)
+async def test_an_offer_of_what_the_model_cannot_be_stops_no_round(
+    bench: Bench, change: dict[str, Any]
+) -> None:
+    """The model cannot be held in nf4, and has 8 blocks."""
+    node = PeerId("12D3KooWNode")
+    held = holding(0, 4).model_copy(update={"node": node, **change})
+    bench.offer("liar", 4, held)
+    bench.offer("a", 9)
+    offers = bench.notices[Offer, POOL]
+    offers[0] = offers[0].model_copy(
+        update={"figures": dict.fromkeys(("bfloat16", "nf4"), offers[0].figures["bfloat16"])}
+    )
+    bench.nodes = (NodeState(node, Span(0, 4), decode_tokens_per_s=10.0),)
+    bench.want(wanted())
+    await bench.run_round()
+    assert bench.assigned("a") == [("org/one", Span(0, 8))]
+
+
 async def test_two_thousand_requests_leave_a_round_as_it_is(bench: Bench) -> None:
     bench.offer("a", 9)
     bench.want(wanted())
