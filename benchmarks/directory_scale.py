@@ -356,6 +356,10 @@ async def read(world: World, runs: int, rng: random.Random) -> dict[str, Any]:
         "reads_beyond_the_column": statistics.mean(lacking),
         "busiest_served_mb_per_min": busiest / 1e6,
         "readers": runs,
+        "runs": [
+            {"first_read_bytes": one, "later_read_bytes": other}
+            for one, other in zip(first, later, strict=True)
+        ],
     }
 
 

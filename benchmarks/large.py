@@ -173,6 +173,7 @@ def measure(nodes: int, seed: int) -> dict[str, Any]:
         "throughput_gap": wide.gap,
         "exposed": quick.exposed,
         "moves": len(moves.moves),
+        "runs": [{"chains_s": chains_s, "chains_cpu_s": chains_cpu_s}],
     }
 
 

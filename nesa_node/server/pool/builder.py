@@ -34,7 +34,7 @@ from nesa_node.routing.placement.building import (
 from nesa_node.routing.succession import LeaseTerms
 from nesa_node.server.node.daemon import StoppedError, join_swarm
 from nesa_node.server.node.invitation import check_ready_file, ready_file, ready_file_fields
-from nesa_node.server.node.metrics import daemon_source
+from nesa_node.server.node.metrics import daemon_source, model_source
 from nesa_node.server.node.shutdown import Shutdown, stop_signals
 from nesa_node.server.orchestrator.launch import LEASE_GRACE_FRACTION, OnHistory, orchestrate
 from nesa_node.server.pool.models import describe_model, open_pool_model
@@ -611,14 +611,18 @@ class PoolBuilder:
                 self._planners.pop(model_id).cancel()
         for model_id in built - self._planners.keys():
             self._planners[model_id] = asyncio.create_task(
-                orchestrate(
-                    self._config,
-                    self._swarm,
-                    model_id,
-                    on_history=self._on_history,
-                    metric_sources=self._metric_sources,
-                ),
-                name=f"orchestrator of {model_id}",
+                self._plan_model(model_id), name=f"orchestrator of {model_id}"
+            )
+
+    async def _plan_model(self, model_id: ModelId) -> None:
+        sources = self._metric_sources or MetricRegistry()
+        with sources.registered(model_source(self._swarm, model_id)):
+            await orchestrate(
+                self._config,
+                self._swarm,
+                model_id,
+                on_history=self._on_history,
+                metric_sources=self._metric_sources,
             )
 
 
