@@ -282,10 +282,19 @@ def list_thread_counts(max_threads: int) -> list[int]:
 def _read_idle_s() -> float:
     """Idle seconds of all usable cores together since the machine started."""
     times = psutil.cpu_times(percpu=True)
+    return float(sum(times[core].idle for core in _usable_cores(len(times))))
+
+
+def _usable_cores(count: int) -> set[int]:
+    """Numbers of the cores, of `count`, on which this process may run."""
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    if not mine or max(mine) >= len(times):  # a container that renumbers cores
-        mine = set(range(len(times)))
-    return float(sum(times[core].idle for core in mine))
+    if not mine or max(mine) >= count:  # a container that renumbers cores
+        mine = set(range(count))
+    return mine
+
+
+QUIET_SHARE = 0.15
+"""Share of the cores that other processes use on a machine that counts as quiet."""
 
 
 class IdleCores:
@@ -307,6 +316,15 @@ class IdleCores:
             self._last_reading = now, self._idle_s()
             self._cores = max(self._last_reading[1] - before[1], 0.0) / (now - before[0])
         return self._cores
+
+    @property
+    def num_cores(self) -> int:
+        """Cores on which this process may run."""
+        return len(_usable_cores(os.cpu_count() or 1))
+
+    def busy_share(self) -> float:
+        """Share of the cores that was busy since the last reading."""
+        return min(max(1 - self() / self.num_cores, 0.0), 1.0)
 
 
 idle_cores = IdleCores()

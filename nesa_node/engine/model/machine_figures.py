@@ -26,7 +26,7 @@ from nesa_node.core.ids import Span
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.kernels.linear import FastLinear
 from nesa_node.engine.kernels.quantized_linear import QuantizedLinear
-from nesa_node.engine.kernels.threads import fix_threads
+from nesa_node.engine.kernels.threads import QUIET_SHARE, IdleCores, fix_threads
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.devices import (
     MAX_PREFILL_TOKENS,
@@ -53,7 +53,7 @@ _TIME_FRACTION = 0.4
 """Of the time that a node takes to measure its span."""
 _PRODUCTS = 50
 MAX_FIGURES_AGE_S = 86_400.0
-_FIGURES_VERSION = 1
+_FIGURES_VERSION = 2
 """Changes with what is measured, so that older files are not read."""
 
 
@@ -177,34 +177,73 @@ def _count_parameters(model: Checkpoint) -> int:
     return sum(info.numel for info in model.tensors.values())
 
 
-def measure_once(device: torch.device, threads: int, folder: Path) -> dict[str, WeightFigures]:
+@dataclass(frozen=True, slots=True)
+class MachineFigures:
+    """Figures by kind of weights; share of the cores that other processes used meanwhile."""
+
+    kinds: dict[str, WeightFigures]
+    others_share: float
+
+    @property
+    def are_quiet(self) -> bool:
+        """Whether another measurement would say the same: the machine did little else."""
+        return self.others_share <= QUIET_SHARE
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> MachineFigures:
+        """Raises `ValueError` and `TypeError` for anything but the result of `as_json`."""
+        stored = json.loads(text)
+        kinds = {kind: WeightFigures(**each) for kind, each in stored.pop("kinds").items()}
+        return cls(kinds, **stored)
+
+
+def measure_once(device: torch.device, threads: int, folder: Path) -> MachineFigures:
     """Measure, or read what was measured on this device within `MAX_FIGURES_AGE_S`.
 
-    Processes that ask at the same time wait for one measurement. The file lies in `folder`.
+    What was measured on a busy machine is measured again; the quieter measurement is kept. Only one
+    process measures at a time. The files lie in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     words = f"{name} {threads} {torch.__version__} {_FIGURES_VERSION}"
     path = folder / f"figures-{re.sub(r'[^A-Za-z0-9]+', '-', words)}.json"
-    with FileLock(path.with_suffix(".lock")):
-        with suppress(OSError, ValueError, TypeError):
-            if time.time() - path.stat().st_mtime < MAX_FIGURES_AGE_S:
-                stored = json.loads(path.read_text("utf-8"))
-                return {kind: WeightFigures(**each) for kind, each in stored.items()}
-        figures = measure_figures(device)
+    with FileLock(folder / "figures.lock"):
+        stored = _read_figures(path)
+        if stored is not None and stored.are_quiet:
+            return stored
+        figures = _measure_with_load(device)
+        if stored is not None and stored.others_share < figures.others_share:
+            return stored
         draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps({kind: asdict(each) for kind, each in figures.items()}))
+        draft.write_text(figures.as_json())
         draft.replace(path)
         return figures
+
+
+def _read_figures(path: Path) -> MachineFigures | None:
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        if time.time() - path.stat().st_mtime < MAX_FIGURES_AGE_S:
+            return MachineFigures.from_json(path.read_text("utf-8"))
+    return None
+
+
+def _measure_with_load(device: torch.device) -> MachineFigures:
+    idle_cores, started, own_s = IdleCores(), time.monotonic(), time.process_time()
+    kinds = measure_figures(device)
+    own_cores = (time.process_time() - own_s) / (time.monotonic() - started)
+    others_share = idle_cores.busy_share() - own_cores / idle_cores.num_cores
+    return MachineFigures(kinds, max(others_share, 0.0))
 
 
 def main() -> None:
     device, threads, folder = sys.argv[1:]
     if threads != "auto":
         fix_threads(int(threads))
-    count = torch.get_num_threads()
-    figures = measure_once(choose_device(device), count, Path(folder))
-    print(json.dumps({kind: asdict(each) for kind, each in figures.items()}))
+    figures = measure_once(choose_device(device), torch.get_num_threads(), Path(folder))
+    print(json.dumps(asdict(figures) | {"are_quiet": figures.are_quiet}))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.choices import PlacementGoal, QuantType, WeightQuality
@@ -32,8 +32,8 @@ _GB = 10**9
 class ModelShape:
     """What a model's blocks take, by quantization: bytes in memory, and work of one token.
 
-    `cache_bytes` are those of `cache_tokens` tokens in one block. Quantizations that cannot hold
-    the model are missing.
+    `cache_bytes` are those of `cache_tokens` tokens in one block, `head` is the work of a token at
+    the client. Quantizations that cannot hold the model are missing.
     """
 
     name: str
@@ -42,6 +42,11 @@ class ModelShape:
     cache_tokens: int
     cache_bytes: int
     dtype: str = "bfloat16"
+    head: BlockWork = field(default_factory=lambda: BlockWork(0.0, 0.0))
+
+    def kind(self, quant_type: QuantType) -> str:
+        """The kind of weights by which figures of devices are listed."""
+        return self.dtype if quant_type == "none" else quant_type
 
     @property
     def num_blocks(self) -> int:
@@ -70,7 +75,7 @@ class PoolMachine:
         """None if the machine may not, or was not measured to, hold such weights."""
         if quant_type not in self.quant_types:
             return None
-        return self.figures.get(shape.dtype if quant_type == "none" else quant_type)
+        return self.figures.get(shape.kind(quant_type))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,8 @@ from nesa_node.core.errors import NesaError, SwarmError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry
-from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.settings.models import OrchestratorConfig
 from nesa_node.routing.placement.building import (
-    HOP_OVERHEAD_S,
-    HOP_S,
-    BuildPlan,
     BuildShortage,
     ModelShape,
     PoolMachine,
@@ -37,7 +33,9 @@ from nesa_node.server.node.invitation import check_ready_file, ready_file, ready
 from nesa_node.server.node.metrics import daemon_source, model_source
 from nesa_node.server.node.shutdown import Shutdown, stop_signals
 from nesa_node.server.orchestrator.launch import LEASE_GRACE_FRACTION, OnHistory, orchestrate
+from nesa_node.server.pool.demand import Demand, least_busy
 from nesa_node.server.pool.models import describe_model, open_pool_model
+from nesa_node.server.pool.speeds import MachineSpeeds
 from nesa_node.swarm.dht.pool_notices import (
     MAX_HELD_MODELS,
     MAX_LISTED_SWARMS,
@@ -55,15 +53,11 @@ from nesa_node.swarm.dht.pool_notices import (
 )
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notice_store import LeaseEligibility, LeaseKeeper
-from nesa_node.topology.roofline import WeightFigures
-from nesa_node.topology.snapshot import Snapshot, count_span_holders
+from nesa_node.topology.snapshot import NodeState, Snapshot, count_span_holders
 
 log = get_logger(__name__)
 
 ROUND_S = 4.0
-PING_INTERVAL_S = 60.0
-PING_TIMEOUT_S = 2.0
-MAX_PINGS_PER_ROUND = 16
 STATUS_TTL_S = 60.0
 ASSIGNMENT_TTL_S = 1800.0
 RENEW_ASSIGNMENT_S = 600.0
@@ -72,14 +66,11 @@ REFUSE_AFTER_S = 10.0
 DESCRIBE_RETRY_S = 60.0
 AVOID_S = 600.0
 """Time for which a machine that refused a model, or failed to hold it, is not asked again."""
+UNSEEN_S = 60.0
+"""Time for which a machine is believed to serve a model before its node is seen."""
 START_TIMEOUT_S = 180.0
 """Time that an assigned machine has to show the model in its offer, before it counts as lost."""
 ONLY_MODEL_INTERVAL_S = 10.0
-BUSY_LOAD = 0.7
-IDLE_LOAD = 0.15
-"""Mean load of a swarm's nodes above which it gets a replica, below which it gives one back."""
-DEMAND_ROUNDS = 3
-"""Rounds in a row that must agree before a replica is added or given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +80,13 @@ class _Model:
 
 
 @dataclass(slots=True)
-class _Demand:
-    """Replicas that a swarm's load asks for, and for how many rounds it has."""
-
-    replicas: int
-    rounds_busy: int = 0
-    rounds_idle: int = 0
-    load: float = 0.0
-
-
-@dataclass(slots=True)
 class _Round:
-    """What one round sees and decides; `assigned` is by machine and model."""
+    """What one round sees and decides; `assigned` is by machine and model, `snapshots` by model."""
 
     offers: dict[PeerId, Offer]
     wanted: dict[str, WantedSwarm]
-    assigned: dict[PeerId, dict[str, AssignedSpan]]
+    snapshots: dict[str, Snapshot] = field(default_factory=dict)
+    assigned: dict[PeerId, dict[str, AssignedSpan]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
 
@@ -177,12 +159,10 @@ class PoolBuilder:
         self._assigned_at: dict[tuple[PeerId, str], float] = {}
         self._avoided_until: dict[tuple[PeerId, str], float] = {}
         """Machines that refused a model or failed to hold it, and until when it is not tried."""
-        self._demand: dict[str, _Demand] = {}
-        self._predicted: dict[str, float] = {}
-        self._plans: dict[str, BuildPlan] = {}
-        self._planned_with: dict[tuple[str, PeerId], float] = {}
-        """The slowdowns with which a model's plan was made."""
-        self._slowdowns: dict[tuple[PeerId, QuantType], float] = {}
+        self._claimed_at: dict[tuple[PeerId, str], float] = {}
+        """Since when a machine has claimed to serve a model without a node that is seen to."""
+        self._demand: dict[str, Demand] = {}
+        self._speeds = MachineSpeeds(swarm)
         self._wanted_since: dict[str, float] = {}
         self._only_model: set[ModelId] = set()
         self._next_lookup = 0.0
@@ -218,9 +198,11 @@ class PoolBuilder:
 
     async def _run_round(self) -> _Round:
         round_ = await self._read()
-        await self._measure_round_trips(round_)
+        await self._speeds.measure_round_trips(round_.offers)
         await self._describe_models(round_)
-        await self._measure_demand(round_)
+        await self._look_at_swarms(round_)
+        for peer, offer in round_.offers.items():
+            round_.assigned[peer] = self._present_assignment(round_, peer, offer)
         self._release_unwanted(round_)
         self._fill(round_)
         await self._publish_assignments(round_)
@@ -242,23 +224,10 @@ class PoolBuilder:
             for swarm in request.swarms:
                 if swarm.until > now:
                     wanted[swarm.model] = swarm
-        assigned = {peer: self._present_assignment(peer, offer) for peer, offer in offers.items()}
         self._published = {peer: each for peer, each in self._published.items() if peer in offers}
         since = self._wanted_since
         self._wanted_since = {name: since.get(name, time.monotonic()) for name in wanted}
-        return _Round(offers, wanted, assigned)
-
-    async def _measure_round_trips(self, round_: _Round) -> None:
-        """Ping the machines whose round trip is unknown or old, some in each round."""
-        rtts = self._swarm.rtts
-        due = [peer for peer in round_.offers if rtts.is_due(peer, PING_INTERVAL_S)]
-        few = {peer: round_.offers[peer].addresses for peer in due[:MAX_PINGS_PER_ROUND]}
-        await rtts.ping_all(self._swarm.transport, few, timeout_s=PING_TIMEOUT_S)
-
-    def _hop_s(self, peer: PeerId) -> float:
-        """Time of a hop to a machine: the round trip from here stands for all of its own."""
-        rtt_ms = self._swarm.rtts.rtt_ms(peer)
-        return HOP_S if math.isnan(rtt_ms) else HOP_OVERHEAD_S + 1e-3 * rtt_ms
+        return _Round(offers, wanted)
 
     def _may_use(self, offer: Offer) -> bool:
         return not offer.obeys or self._swarm.identity.peer_id in offer.obeys
@@ -276,17 +245,26 @@ class PoolBuilder:
         held = tuple(each for each in offer.held if may_be(each))
         return offer if len(held) == len(offer.held) else offer.model_copy(update={"held": held})
 
-    def _present_assignment(self, peer: PeerId, offer: Offer) -> dict[str, AssignedSpan]:
+    def _present_assignment(
+        self, round_: _Round, peer: PeerId, offer: Offer
+    ) -> dict[str, AssignedSpan]:
         """What a machine was told to hold, or holds by its offer if that was a predecessor's word.
 
         A machine that refused, failed, or never began is not counted on.
         """
         held = {each.model: each for each in offer.held}
-        for each in offer.held:
-            if each.state in ("refused", "failed"):
-                self._avoided_until[peer, each.model] = time.monotonic() + AVOID_S
+        lost = {
+            each.model
+            for each in offer.held
+            if each.state in ("refused", "failed") or self._is_unseen(round_, peer, each)
+        }
+        self._avoided_until |= {(peer, name): time.monotonic() + AVOID_S for name in lost}
         if peer not in self._published:
-            kept = [each for each in offer.held if each.state in ("loading", "serving")]
+            kept = [
+                each
+                for each in offer.held
+                if each.state in ("loading", "serving") and each.model not in lost
+            ]
             spans = tuple(map(self._as_assigned, kept))
             self._published[peer] = spans, -math.inf
             return {span.model: span for span in spans}
@@ -294,12 +272,26 @@ class PoolBuilder:
         for span in self._published[peer][0]:
             shown = held.get(span.model)
             age_s = time.monotonic() - self._assigned_at.get((peer, span.model), -math.inf)
+            if span.model in lost:
+                continue
             if shown is None and age_s < START_TIMEOUT_S:
                 present[span.model] = span
             elif shown is not None and shown.state in ("loading", "serving", "leaving"):
                 # The swarm's own orchestrator may have moved it.
                 present[span.model] = span.model_copy(update={"span": shown.span})
         return present
+
+    def _is_unseen(self, round_: _Round, peer: PeerId, held: HeldModel) -> bool:
+        """Whether a machine has claimed for long to serve a model, and no node is seen to."""
+        claim, now = (peer, held.model), time.monotonic()
+        if (
+            held.state != "serving"
+            or held.model not in round_.snapshots
+            or peer in _serving_nodes(round_, held.model)
+        ):
+            self._claimed_at.pop(claim, None)
+            return False
+        return now - self._claimed_at.setdefault(claim, now) > UNSEEN_S
 
     def _as_assigned(self, held: HeldModel) -> AssignedSpan:
         model = self._models.get(held.model)
@@ -329,58 +321,21 @@ class PoolBuilder:
     def _describe(self, name: str) -> _Model:
         return _Model(*describe_model(open_pool_model(name, self._config)))
 
-    async def _measure_demand(self, round_: _Round) -> None:
-        """Adapt the wanted replicas of each swarm to its load, within its limits."""
+    async def _look_at_swarms(self, round_: _Round) -> None:
+        """Read the nodes of each swarm: their speeds, and what their load asks for."""
+        now = time.monotonic()
         for name, wanted in round_.wanted.items():
-            demand = self._demand.setdefault(name, _Demand(wanted.replicas))
-            demand.replicas = min(max(demand.replicas, wanted.replicas), wanted.max_replicas)
             model = self._models.get(name)
-            if model is None:
-                continue
-            snapshot = await self._swarm.directory.fetch(
-                model.model_id, model.shape.num_blocks, reports=False
-            )
-            self._compare_speeds(round_, name, model, snapshot)
-            if not snapshot.nodes or wanted.max_replicas == wanted.replicas:
-                continue
-            demand.load = sum(node.load for node in snapshot.nodes) / len(snapshot.nodes)
-            demand.rounds_busy = demand.rounds_busy + 1 if demand.load > BUSY_LOAD else 0
-            demand.rounds_idle = demand.rounds_idle + 1 if demand.load < IDLE_LOAD else 0
-            if demand.rounds_busy >= DEMAND_ROUNDS and demand.replicas < wanted.max_replicas:
-                demand.replicas, demand.rounds_busy = demand.replicas + 1, 0
-                log.info("replica_wanted", model=name, load=round(demand.load, 2))
-            elif demand.rounds_idle >= DEMAND_ROUNDS and demand.replicas > wanted.replicas:
-                demand.replicas, demand.rounds_idle = demand.replicas - 1, 0
-                log.info("replica_given_back", model=name, load=round(demand.load, 2))
+            if model is not None:
+                round_.snapshots[name] = await self._swarm.directory.fetch(
+                    model.model_id, model.shape.num_blocks, reports=False
+                )
+                for peer, (held, node) in _serving_nodes(round_, name).items():
+                    offer = round_.offers[peer]
+                    self._speeds.observe(peer, offer, model.shape, held.quant_type, node)
+            demand = self._demand.setdefault(name, Demand(wanted, wanted.replicas))
+            demand.update(wanted, round_.snapshots.get(name), now)
         self._demand = {name: each for name, each in self._demand.items() if name in round_.wanted}
-
-    def _compare_speeds(self, round_: _Round, name: str, model: _Model, snapshot: Snapshot) -> None:
-        """Remember by how much each machine is slower than its figures say, from what it serves."""
-        for peer, offer in round_.offers.items():
-            for held in offer.held:
-                node = None if held.node is None else snapshot.find_node(PeerId(held.node))
-                figures = self._figures(offer, model.shape, held.quant_type)
-                if held.model != name or node is None or figures is None:
-                    continue
-                if node.decode_tokens_per_s > 0 and node.span.end <= model.shape.num_blocks:
-                    work = model.shape.work[held.quant_type][node.span.start : node.span.end]
-                    expected_s = sum(figures.block_s(each, 1) for each in work)
-                    slower = 1 / node.decode_tokens_per_s / expected_s
-                    self._slowdowns[peer, held.quant_type] = min(max(slower, 0.05), 1000.0)
-        plan = self._plans.get(name)
-        if plan is not None and all(each.peer in round_.offers for each in plan.spans):
-            self._predicted[name] = 1 / sum(
-                each.step_s
-                * self._slowdowns.get((each.peer, each.quant_type), 1.0)
-                / self._planned_with.get((name, each.peer), 1.0)
-                + self._hop_s(each.peer)
-                for each in plan.spans
-            )
-
-    @staticmethod
-    def _figures(offer: Offer, shape: ModelShape, quant_type: QuantType) -> WeightFigures | None:
-        figures = offer.figures.get(shape.dtype if quant_type == "none" else quant_type)
-        return None if figures is None else figures.weight_figures()
 
     def _release_unwanted(self, round_: _Round) -> None:
         """Release machines of removed swarms, and of those that have more replicas than wanted."""
@@ -428,6 +383,8 @@ class PoolBuilder:
             plan = plan_build(model.shape, span, machines, quality=wanted.quality, goal=wanted.goal)
             if isinstance(plan, BuildShortage):
                 self._explain_shortage(round_, wanted, replica, plan, machines)
+                if replica > wanted.replicas and (idle := least_busy(self._demand)) is not None:
+                    idle.give_back(time.monotonic())
                 return
             for each in plan.spans:
                 round_.assigned[each.peer][name] = AssignedSpan(
@@ -443,13 +400,8 @@ class PoolBuilder:
                 model=name,
                 span=str(span),
                 machines=[f"{each.peer[-8:]} {each.span} {each.quant_type}" for each in plan.spans],
-                predicted_tokens_per_s=round(1 / plan.step_s, 1),
+                seconds_per_token=round(plan.step_s, 4),
             )
-            if len(span) == model.shape.num_blocks:
-                self._plans[name], self._predicted[name] = plan, 1 / plan.step_s
-                for each in plan.spans:
-                    slower = self._slowdowns.get((each.peer, each.quant_type), 1.0)
-                    self._planned_with[name, each.peer] = slower
 
     def _machines_for(self, round_: _Round, name: str) -> list[PoolMachine]:
         """Machines that may hold the model and do not yet, with their free memory."""
@@ -465,18 +417,10 @@ class PoolBuilder:
                 or not any(fnmatchcase(name, pattern) for pattern in offer.models)
             ):
                 continue
-            figures = {
-                kind: each.weight_figures().slowed(self._slowdown(peer, kind))
-                for kind, each in offer.figures.items()
-            }
-            room = self._free_bytes(offer, held)
-            machines.append(PoolMachine(peer, room, figures, offer.quant_types, self._hop_s(peer)))
+            figures = self._speeds.corrected(peer, offer)
+            room, hop_s = self._free_bytes(offer, held), self._speeds.hop_s(peer)
+            machines.append(PoolMachine(peer, room, figures, offer.quant_types, hop_s))
         return machines
-
-    def _slowdown(self, peer: PeerId, kind: str) -> float:
-        """How much slower a machine was seen to be than its figures, with such weights."""
-        quant_type: QuantType = kind if kind in ("int8", "nf4") else "none"  # type: ignore[assignment]
-        return self._slowdowns.get((peer, quant_type), 1.0)
 
     def _free_bytes(self, offer: Offer, held: Mapping[str, AssignedSpan]) -> int:
         """What is allowed less all that is held, and what is free less what still loads."""
@@ -563,15 +507,12 @@ class PoolBuilder:
     def _describe_swarm(self, round_: _Round, wanted: WantedSwarm) -> SwarmStatus:
         name, model = wanted.model, self._models.get(wanted.model)
         holders = self._holders(round_, name)
-        serving: dict[PeerId, Span] = {}
-        for peer, offer in round_.offers.items():
-            for each in offer.held:
-                if each.model == name and each.state == "serving":
-                    serving[peer] = each.blocks
-        replicas = 0
+        serving = {peer: node.span for peer, (_, node) in _serving_nodes(round_, name).items()}
+        replicas, predicted = 0, 0.0
         if model is not None:
-            counts = _count_holders(serving, model)
-            replicas = min(counts)
+            replicas = min(_count_holders(serving, model))
+            spans = {p: each[name] for p, each in round_.assigned.items() if name in each}
+            predicted = self._speeds.predict_tokens_per_s(model.shape, spans, round_.offers)
         state: SwarmState = "building"
         reason = round_.reasons.get(name, "")
         if replicas:
@@ -587,7 +528,7 @@ class PoolBuilder:
             wanted=self._demand[name].replicas,
             machines=len(holders),
             model_id="" if model is None else model.model_id,
-            predicted_tokens_per_s=self._predicted.get(name, 0.0),
+            predicted_tokens_per_s=predicted,
             reason="".join(char for char in reason if char.isprintable())[:240],
         )
 
@@ -624,6 +565,21 @@ class PoolBuilder:
                 on_history=self._on_history,
                 metric_sources=self._metric_sources,
             )
+
+
+def _serving_nodes(round_: _Round, name: str) -> dict[PeerId, tuple[HeldModel, NodeState]]:
+    """What machines say that they serve of a model, with their nodes, where these are seen to.
+
+    A node that several machines claim is that of the first.
+    """
+    snapshot = round_.snapshots.get(name)
+    nodes = {} if snapshot is None else {node.peer_id: node for node in snapshot.nodes}
+    found = {}
+    for peer, offer in round_.offers.items():
+        for held in offer.held:
+            if held.model == name and held.state == "serving" and held.node in nodes:
+                found[peer] = held, nodes.pop(PeerId(held.node))
+    return found
 
 
 def _count_holders(holders: Mapping[PeerId, Span], model: _Model) -> tuple[int, ...]:

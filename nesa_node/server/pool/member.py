@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import random
 import shutil
-import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,13 +36,13 @@ from nesa_node.server.node.metrics import daemon_source
 from nesa_node.server.node.shutdown import Shutdown, stop_signals
 from nesa_node.server.pool.builder import run_builder
 from nesa_node.server.pool.child import ChildNode
+from nesa_node.server.pool.figures import DeviceFigures
 from nesa_node.server.pool.models import locate_model
 from nesa_node.swarm.dht.pool_notices import (
     POOL,
     AssignedSpan,
     HeldModel,
     MachineAssignment,
-    MeasuredFigures,
     Offer,
     assignment_topic,
 )
@@ -61,7 +59,6 @@ RENEW_OFFER_S = 20.0
 FOLLOW_INTERVAL_S = 4.0
 RETRY_FAILED_S = 60.0
 """Pause before a failed model is tried again, doubled each time."""
-FIGURES_TIMEOUT_S = 120.0
 MIN_NEWS_BYTES = 256 << 20
 """Change of free memory that is announced at once."""
 
@@ -77,12 +74,11 @@ async def run_pool_member(
     check_ready_file(config.ready_file)
     device = choose_device(config.device)
     with stop_signals() as stopping:
-        measuring = asyncio.create_task(
-            measure_in_child(str(device), config.threads, config.cache_dir)
-        )
+        figures = DeviceFigures(str(device), config.threads, config.cache_dir)
+        measuring = asyncio.create_task(figures.measure())
         try:
             async with join_swarm(config, stopping) as swarm:
-                member = PoolMember(config, swarm, device, measuring)
+                member = PoolMember(config, swarm, device, figures)
                 await _serve(config, swarm, member, stopping, metric_sources)
         except StoppedError:
             return
@@ -99,7 +95,7 @@ async def _serve(
     metric_sources: MetricRegistry | None,
 ) -> None:
     addresses, sources = swarm.transport.addresses, metric_sources or MetricRegistry()
-    services = [member.publish_offers(), member.follow_assignments()]
+    services = [member.publish_offers(), member.follow_assignments(), member.keep_figures()]
     if config.orchestrator:
         services.append(run_builder(config, swarm, metric_sources=metric_sources))
     with (
@@ -116,29 +112,6 @@ async def _serve(
             await member.close()
 
 
-async def measure_in_child(
-    device: str, threads: int | None, cache_dir: Path
-) -> dict[str, MeasuredFigures]:
-    """Measure the device in a process of its own, whose memory is freed. Empty if that fails."""
-    argv = [sys.executable, "-m", "nesa_node.engine.model.machine_figures", device]
-    argv += ["auto" if threads is None else str(threads), str(cache_dir)]
-    log.info("machine_measured", reason="orchestrators plan by what this device is seen to do")
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        async with asyncio.timeout(FIGURES_TIMEOUT_S):
-            output, _ = await process.communicate()
-        return {kind: MeasuredFigures(**each) for kind, each in json.loads(output).items()}
-    except (TimeoutError, ValueError) as error:
-        log.warning("machine_not_measured", reason=str(error))
-        return {}
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
 class PoolMember:
     """Publishes the offer, and starts and stops nodes as assignments and limits say."""
 
@@ -147,14 +120,12 @@ class PoolMember:
         config: NodeConfig,
         swarm: Swarm,
         device: torch.device,
-        measuring: Awaitable[Mapping[str, MeasuredFigures]],
+        figures: DeviceFigures,
     ) -> None:
-        """`measuring` gives the device's figures, without which there is nothing to offer."""
         self._config = config
         self._swarm = swarm
         self._device = device
-        self._measuring = measuring
-        self._figures: Mapping[str, MeasuredFigures] = {}
+        self._figures = figures
         self.device_name, self._device_count = describe_device(device)
         self._total_bytes = int(total_memory_bytes(device) * config.pool_memory_share)
         self._children: dict[str, ChildNode] = {}
@@ -173,7 +144,7 @@ class PoolMember:
 
     async def publish_offers(self) -> None:
         """Publish the offer when it has news, and well before it expires, until cancelled."""
-        self._figures = await self._measuring
+        await self._figures.wait()
         published: object = None
         published_at = -math.inf
         while True:
@@ -187,6 +158,10 @@ class PoolMember:
                     log.warning("offer_not_published", reason=str(error))
             await asyncio.sleep(CHECK_INTERVAL_S)
 
+    async def keep_figures(self) -> None:
+        """Measure the device again while it holds nothing, if it was busy at first."""
+        await self._figures.measure_until_quiet(lambda: not self._children)
+
     def _offer_fields(self) -> dict[str, Any]:
         disk = shutil.disk_usage(_existing_parent(self._config.cache_dir)).free
         held = [child.held() for child in self._children.values()]
@@ -199,7 +174,7 @@ class PoolMember:
             "memory_total_bytes": self._total_bytes,
             "memory_free_bytes": self._free_bytes(),
             "disk_free_bytes": min(disk, int(self._config.pool_disk_gib * 2**30)),
-            "figures": dict(self._figures),
+            "figures": self._figures.kinds,
             "models": self._config.pool_models if self._is_open() else (),
             "quant_types": self._config.pool_quant_types,
             "obeys": self._obeyed(),

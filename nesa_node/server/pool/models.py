@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.errors import ModelNotFoundError, UnsupportedModelError
 from nesa_node.core.ids import ModelId, is_model_name
@@ -75,8 +77,14 @@ def describe_model(checkpoint: Checkpoint) -> tuple[ModelShape, ModelId]:
         cache_tokens,
         cache_tokens * cache_bytes_per_token(checkpoint, dtype),
         DTYPE_NAMES[dtype],
+        _head_work(checkpoint, dtype),
     )
     return shape, compute_model_id(checkpoint)
+
+
+def _head_work(checkpoint: Checkpoint, dtype: torch.dtype) -> BlockWork:
+    weights = checkpoint.config.vocab_size * checkpoint.config.hidden_size
+    return BlockWork(weights * dtype.itemsize, 2 * weights)
 
 
 def _active_fraction(checkpoint: Checkpoint) -> float:

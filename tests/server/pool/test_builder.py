@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.settings.models import OrchestratorConfig
 from nesa_node.routing.placement.building import ModelShape
 from nesa_node.server.pool import builder as pool_builder
+from nesa_node.server.pool import demand
 from nesa_node.server.pool.builder import PoolBuilder, _Model
 from nesa_node.swarm.dht.pool_notices import (
     POOL,
@@ -52,6 +54,7 @@ class Bench:
         self.notices: dict[tuple[type, str], list[Any]] = {}
         self.published: dict[tuple[type, str], Any] = {}
         self.nodes: tuple[NodeState, ...] = ()
+        self.nodes_of_other: tuple[NodeState, ...] = ()
         store = SimpleNamespace(
             fetch=self._fetch, publish=self._publish, pin_signers=lambda _: None
         )
@@ -81,8 +84,9 @@ class Bench:
             fields.pop(name, None)
         self.published[kind, topic] = fields
 
-    async def _snapshot(self, *_: object, **__: object) -> Snapshot:
-        return Snapshot(MODEL.model_id, BLOCKS, self.nodes, time.time())
+    async def _snapshot(self, model_id: ModelId, *_: object, **__: object) -> Snapshot:
+        nodes = self.nodes if model_id == MODEL.model_id else self.nodes_of_other
+        return Snapshot(model_id, BLOCKS, nodes, time.time())
 
     async def _ping_all(self, *_: object, **__: object) -> None:
         pass
@@ -94,6 +98,7 @@ class Bench:
         offers = self.notices.setdefault((Offer, POOL), [])
         identity = self.identity(name)
         offers[:] = [each for each in offers if each.peer_id != identity.peer_id]
+        held = tuple(self._with_node(name, each) for each in held)
         offers.append(
             make_notice(
                 Offer,
@@ -109,6 +114,15 @@ class Bench:
                 addresses=(),
             )
         )
+
+    def _with_node(self, name: str, held: HeldModel) -> HeldModel:
+        """A machine that serves has a node, whose record is seen."""
+        if held.state != "serving" or held.node is not None:
+            return held
+        node = PeerId(f"node of {name}")
+        others = tuple(each for each in self.nodes if each.peer_id != node)
+        self.nodes = (*others, NodeState(node, held.blocks))
+        return held.model_copy(update={"node": node})
 
     def want(self, *swarms: WantedSwarm, signer: str = "orchestrator") -> None:
         self.notices[BuildRequest, POOL] = [
@@ -219,16 +233,56 @@ async def test_a_hole_is_filled_where_the_holder_left(bench: Bench) -> None:
     assert bench.assigned("b") == [("org/one", Span(4, 8))]
 
 
-async def test_replicas_follow_the_load(bench: Bench) -> None:
+async def test_replicas_follow_the_load(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demand, "BUSY_S", 0.0)
+    monkeypatch.setattr(demand, "IDLE_S", 0.0)
     bench.offer("a", 9, holding(0, 8))
     bench.offer("b", 9)
     bench.want(wanted(1, most=2))
     whole = ("org/one", Span(0, 8))
     for load, expected in ((0.9, [whole, whole]), (0.01, [whole])):
-        bench.nodes = (NodeState(PeerId("n"), Span(0, 8), load=load),)
-        for _ in range(pool_builder.DEMAND_ROUNDS + 1):
+        bench.nodes = tuple(replace(each, load=load) for each in bench.nodes)
+        for _ in range(3):
             await bench.run_round()
         assert bench.assigned("a") + bench.assigned("b") == expected
+
+
+async def test_a_busy_swarm_gets_the_machine_of_an_idle_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both machines hold the idle swarm, and have no room for more; it has to keep one."""
+    monkeypatch.setattr(demand, "BUSY_S", 0.0)
+    other = _Model(replace(SHAPE, name="org/two"), ModelId("org/two@00"))
+    bench.builder._models["org/two"] = other
+    bench.offer("a", 8, holding(0, 8))
+    bench.offer("b", 8, holding(0, 8))
+    two = HeldModel(model="org/two", state="serving", span=(0, 8), node=PeerId("two"))
+    bench.offer("c", 8, two)
+    bench.nodes_of_other = (NodeState(PeerId("two"), Span(0, 8), load=0.95),)
+    wishes = wanted(1, most=2), wanted(1, most=2).model_copy(update={"model": "org/two"})
+    bench.want(*wishes)
+    bench.builder._demand["org/one"] = demand.Demand(wishes[0], 2)
+    for _ in range(3):
+        await bench.run_round()
+    held = [bench.assigned(name) for name in "abc"]
+    assert sorted(each[0][0] for each in held) == ["org/one", "org/two", "org/two"]
+
+
+@pytest.mark.parametrize("claim", ["no node", "another's node"])
+async def test_a_machine_whose_node_is_not_seen_is_replaced(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, claim: str
+) -> None:
+    monkeypatch.setattr(pool_builder, "UNSEEN_S", 0.0)
+    bench.offer("honest", 4, holding(0, 4))
+    node = PeerId("nowhere" if claim == "no node" else "node of honest")
+    bench.offer("liar", 4, holding(4, 8).model_copy(update={"node": node}))
+    bench.offer("spare", 4)
+    bench.want(wanted())
+    status = await bench.run_round()
+    assert status.swarms[0].replicas == 0, "blocks 4:8 are served by nothing"
+    await bench.run_round()
+    assert bench.assigned("spare") == [("org/one", Span(4, 8))]
+    assert bench.assigned("liar") == []
 
 
 async def test_an_overstated_machine_is_planned_as_it_was_measured(bench: Bench) -> None:
@@ -241,7 +295,7 @@ async def test_an_overstated_machine_is_planned_as_it_was_measured(bench: Bench)
     bench.want(wanted())
     await bench.run_round()
     liar = PeerId(bench.identity("liar").peer_id)
-    assert bench.builder._slowdown(liar, "bfloat16") == pytest.approx(10)
+    assert bench.builder._speeds.slowdown(liar, "none") == pytest.approx(10)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from nesa_node.core.errors import ModelNotFoundError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.server.pool import member as pool_member
+from nesa_node.server.pool.figures import DeviceFigures
 from nesa_node.server.pool.member import PoolMember
 from nesa_node.server.pool.models import locate_model
 from nesa_node.swarm.dht.pool_notices import (
     POOL,
     AssignedSpan,
     MachineAssignment,
-    MeasuredFigures,
     Offer,
     WantedSwarm,
 )
@@ -63,8 +63,7 @@ def make_member(
     swarm: Any = SimpleNamespace(
         identity=own, notices=notices, transport=SimpleNamespace(addresses=())
     )
-    figures: asyncio.Future[dict[str, MeasuredFigures]] = asyncio.Future()
-    return PoolMember(config, swarm, torch.device("cpu"), figures)
+    return PoolMember(config, swarm, torch.device("cpu"), DeviceFigures("cpu", 1, folder))
 
 
 @pytest.mark.parametrize("name", PATHS)
