@@ -37,9 +37,9 @@ class Pool:
             "XDG_STATE_HOME": str(self.folder / user / "state"),
         }
 
-    def start(self, name: str, *command: str) -> None:
+    def start(self, name: str, *command: str, module: str = "nesa_node") -> None:
         """Start a daemon; the first one is what the others join through."""
-        argv = [sys.executable, "-m", "nesa_node", *command, "--host-maddrs", LOOPBACK]
+        argv = [sys.executable, "-m", module, *command, "--host-maddrs", LOOPBACK]
         argv += ["--ready-file", str(self.folder / f"{name}.json")]
         argv += ["--cache-dir", str(self.cache_dir)]
         argv += ["--initial-peers", *self.addresses] if self.addresses else []
@@ -50,9 +50,12 @@ class Pool:
             self.wait(ready.exists, READY_S, f"{name} to start")
             self.addresses = tuple(json.loads(ready.read_text())["addresses"])
 
-    def start_machine(self, name: str, *flags: str) -> None:
+    def start_machine(
+        self, name: str, *flags: str, threads: int = 1, module: str = "nesa_node"
+    ) -> None:
         key = ("--identity-path", str(self.folder / f"{name}.key"), "--public-name", name)
-        self.start(name, "run", "--threads", "1", "--device", "cpu", *key, *flags)
+        own = ("--threads", f"{threads}", "--device", "cpu", *key, *flags)
+        self.start(name, "run", *own, module=module)
 
     def swarm(self, *arguments: str, user: str = "operator") -> subprocess.CompletedProcess[str]:
         """Run `nesa-node swarm` as a user."""

@@ -84,6 +84,8 @@ class _Round:
     """What one round sees and decides; `assigned` is by machine and model, `snapshots` by model."""
 
     offers: dict[PeerId, Offer]
+    disobedient: int
+    """Machines on offer that obey other orchestrators only."""
     wanted: dict[str, WantedSwarm]
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
     assigned: dict[PeerId, dict[str, AssignedSpan]] = field(default_factory=dict)
@@ -227,7 +229,7 @@ class PoolBuilder:
         self._published = {peer: each for peer, each in self._published.items() if peer in offers}
         since = self._wanted_since
         self._wanted_since = {name: since.get(name, time.monotonic()) for name in wanted}
-        return _Round(offers, wanted)
+        return _Round(offers, len(offered) - len(offers), wanted)
 
     def _may_use(self, offer: Offer) -> bool:
         return not offer.obeys or self._swarm.identity.peer_id in offer.obeys
@@ -451,7 +453,11 @@ class PoolBuilder:
             if each.model == name and each.reason
         }
         if not round_.offers:
-            round_.reasons.setdefault(name, "no machine is on offer yet")
+            reason = "no machine is on offer yet"
+            if round_.disobedient:
+                reason = f"all {round_.disobedient} machines on offer obey other orchestrators only"
+                self._refuse_in_time(round_, name)
+            round_.reasons.setdefault(name, reason)
             return
         if not machines and refusals:
             reason = f"all machines refuse: {'; '.join(sorted(refusals))}"
@@ -461,9 +467,13 @@ class PoolBuilder:
             reason = f"it does not fit: {shortage.advice}"
         if replica > 1:
             reason = f"replica {replica}: {reason}"
-        elif time.monotonic() - self._wanted_since[name] >= REFUSE_AFTER_S:
-            round_.refused.add(name)
+        else:
+            self._refuse_in_time(round_, name)
         round_.reasons.setdefault(name, reason[:240])
+
+    def _refuse_in_time(self, round_: _Round, name: str) -> None:
+        if time.monotonic() - self._wanted_since[name] >= REFUSE_AFTER_S:
+            round_.refused.add(name)
 
     async def _publish_assignments(self, round_: _Round) -> None:
         now = time.monotonic()

@@ -201,6 +201,23 @@ async def test_what_does_not_fit_is_refused_with_what_would_help(
     assert bench.assigned("a") == []
 
 
+async def test_machines_that_obey_another_orchestrator_are_named_as_the_reason(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_builder, "REFUSE_AFTER_S", 0.0)
+    bench.want(wanted())
+    [swarm] = (await bench.run_round()).swarms
+    assert (swarm.state, swarm.reason) == ("building", "no machine is on offer yet")
+    bench.offer("a", 9)
+    offers = bench.notices[Offer, POOL]
+    other = PeerId(bench.identity("other").peer_id)
+    offers[0] = offers[0].model_copy(update={"obeys": (other,)})
+    [swarm] = (await bench.run_round()).swarms
+    assert swarm.state == "refused"
+    assert swarm.reason == "all 1 machines on offer obey other orchestrators only"
+    assert bench.assigned("a") == []
+
+
 async def test_a_machine_that_failed_is_not_asked_again(bench: Bench) -> None:
     bench.offer("a", 9)
     bench.want(wanted())
