@@ -51,7 +51,7 @@ def print_machines(view: PoolView) -> None:
         rows: list[tuple[str, ...]] = [
             (each.model, each.state, str(each.blocks), each.quant_type, each.reason)
             for each in offer.held
-        ] or [("", "free" if offer.models else "away", "", "", "")]
+        ] or [("", "free" if offer.models else "away", "", "", offer.away_reason)]
         for row in rows:
             table.add_row(name, offer.device, memory, *row)
             name, memory = "", ""

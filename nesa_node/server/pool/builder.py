@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from nesa_node.core.errors import NesaError, SwarmError
 from nesa_node.core.ids import ModelId, PeerId, Span
@@ -453,7 +452,7 @@ class PoolBuilder:
 
     def _machines_for(self, round_: _Round, name: str) -> list[PoolMachine]:
         """Machines that may hold the model and do not yet, with their free memory."""
-        machines, now = [], time.monotonic()
+        machines, now, shape = [], time.monotonic(), self._models[name].shape
         for peer, offer in round_.offers.items():
             held = round_.assigned[peer]
             shown = {each.model: each.state for each in offer.held}
@@ -462,7 +461,7 @@ class PoolBuilder:
                 or name in shown
                 or now < self._avoided_until.get((peer, name), 0.0)
                 or len(held) >= MAX_HELD_MODELS
-                or not any(fnmatchcase(name, pattern) for pattern in offer.models)
+                or not offer.allows(name, shape.family, shape.least_download_bytes)
             ):
                 continue
             figures = {
@@ -470,7 +469,8 @@ class PoolBuilder:
                 for kind, each in offer.figures.items()
             }
             room = self._free_bytes(offer, held)
-            machines.append(PoolMachine(peer, room, figures, offer.quant_types, self._hop_s(peer)))
+            hop_s, most = self._hop_s(peer), offer.max_download_bytes
+            machines.append(PoolMachine(peer, room, figures, offer.quant_types, hop_s, most))
         return machines
 
     def _slowdown(self, peer: PeerId, kind: str) -> float:
