@@ -25,6 +25,7 @@ from nesa_node.engine.model.gpu_use import (
     read_share_of_others,
     watch_other_programs,
 )
+from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.server.pool import member as pool_member
 from nesa_node.server.pool import models as pool_models
 from nesa_node.server.pool.member import PoolMember
@@ -121,7 +122,7 @@ def test_no_path_is_located(name: str, tmp_path: Path) -> None:
     ],
 )
 async def test_what_the_operator_forbids_is_refused(
-    own: Identity, tmp_path: Path, given: dict[str, object], assigned: AssignedSpan, words: str
+    own: Identity, tmp_path: Path, given: dict[str, Any], assigned: AssignedSpan, words: str
 ) -> None:
     member = make_member(own, ScriptedNotices(), tmp_path, **given)
     await member._apply((assigned,))
@@ -231,7 +232,8 @@ async def test_what_is_held_is_given_back_when_the_hours_end(
     hour, notices = 21, ScriptedNotices()
     member = make_member(own, notices, tmp_path, pool_hours=(20, 8), hour=lambda: hour)
     assign(notices, own, span())
-    serving, away = (["org/one"], ("*",), ""), ([], (), "--pool-hours 20-8")
+    serving = (["org/one"], ("*",), "")
+    away: tuple[list[str], tuple[str, ...], str] = ([], (), "--pool-hours 20-8")
     assert await follow(member) == serving
     hour = 7
     assert await follow(member) == serving
@@ -350,7 +352,7 @@ async def test_a_large_download_is_refused_before_it_begins(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(pool_member, "ChildNode", Child)
     with fake_hub(tiny("llama")) as hub:
-        opened = partial(pool_models.open_checkpoint, endpoint=hub.url)
+        opened = partial(open_checkpoint, endpoint=hub.url)
         monkeypatch.setattr(pool_models, "open_checkpoint", opened)
         size = (tiny("llama") / "model.safetensors").stat().st_size
         for allowed, held in ((size - 1, []), (size + 20_000, ["org/tiny"])):
