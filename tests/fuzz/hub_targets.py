@@ -116,6 +116,12 @@ class _Folder(Checkpoint):
     def tensor_digests(self) -> Mapping[str, str]:
         return {}
 
+    def download_sizes(self, names: Iterable[str]) -> Mapping[str, int]:
+        return {}
+
+    def require_download_allowed(self, names: Iterable[str]) -> None:
+        pass
+
     def fetch_side_files(self) -> Path:
         check_side_files(self.folder)
         return self.folder

@@ -99,4 +99,5 @@ def open_pool(folder: Path, machines: Sequence[Sequence[str]]) -> Iterator[Pool]
         pool.wait(lambda: len(pool.view()["machines"]) == count, READY_S, f"{count} offers")
         yield pool
     finally:
-        stop_processes(list(pool.processes.values()))
+        # Machines stop their nodes first.
+        stop_processes(list(pool.processes.values()), timeout_s=90)

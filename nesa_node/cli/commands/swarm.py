@@ -6,7 +6,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
@@ -18,8 +19,11 @@ from nesa_node.core.ids import is_model_name
 from nesa_node.core.settings.choices import PlacementGoal, WeightQuality
 
 if TYPE_CHECKING:
+    from nesa_node.core.ids import PeerId
     from nesa_node.core.settings.models import PoolClientConfig
+    from nesa_node.server.pool.dry_run import DryRun, MachineLabel
     from nesa_node.server.pool.requests import PoolClient
+    from nesa_node.swarm.node import Swarm
 
 swarm = App(name="swarm", help="Ask for swarms of the machines on offer; list and change them.")
 
@@ -56,6 +60,17 @@ def create(
     wait_s: Annotated[
         float, Parameter(group=POOL, help="Longest wait until it serves; 0: return at once.")
     ] = 600.0,
+    dry_run: Annotated[
+        bool,
+        Parameter(
+            group=POOL, negative=(), help="Only show which machine would hold what, and how fast."
+        ),
+    ] = False,
+    pool: Annotated[
+        Path | None,
+        Parameter(group=POOL, help="For --dry-run: a TOML file of machines, without a live pool."),
+    ] = None,
+    as_json: JsonFlag = False,
     flags: Flags["PoolClientConfig"] | None = None,
 ) -> int:
     """Build a swarm for MODEL of the machines on offer, and wait until it serves."""
@@ -63,8 +78,13 @@ def create(
     check_name(model)
     if not 0 < hours <= 720:
         raise ConfigError(f"--hours {hours:g}: more than 0, at most 720")
+    for given, flag in ((pool is not None, "--pool"), (as_json, "--json")):
+        if given and not dry_run:
+            raise ConfigError(f"{flag} is for a dry run: give --dry-run, too")
+    if dry_run:
+        return _show_dry_run(model, least, quality, goal, pool, flags, as_json=as_json)
 
-    async def work(pool: PoolClient) -> int:
+    async def work(pool: PoolClient, _: Swarm) -> int:
         await pool.request(
             model,
             replicas=least,
@@ -78,6 +98,41 @@ def create(
     return _run(work, flags)
 
 
+def _show_dry_run(
+    model: str,
+    replicas: int,
+    quality: WeightQuality,
+    goal: PlacementGoal,
+    pool: Path | None,
+    flags: Flags["PoolClientConfig"] | None,
+    *,
+    as_json: bool,
+) -> int:
+    from nesa_node.cli.client_model import resolve_initial_peers
+    from nesa_node.core.settings.models import PoolClientConfig
+
+    config: PoolClientConfig = load_command_config(PoolClientConfig, flags)
+    if pool is None:
+        config = resolve_initial_peers(config)
+    with exit_on_interrupt():
+        from nesa_node.cli.swarm_reader import open_reader
+        from nesa_node.cli.views.pool import print_dry_run
+        from nesa_node.server.pool.dry_run import Wanted, plan_on_pool, plan_with_file
+
+    wanted = Wanted(model, replicas, quality, goal)
+
+    async def plan_live() -> tuple[DryRun, Mapping[PeerId, MachineLabel]]:
+        async with open_reader(config) as reader:
+            return await plan_on_pool(reader, config, wanted)
+
+    if pool is None:
+        planned, labels = asyncio.run(plan_live())
+    else:
+        planned, labels = plan_with_file(pool, config, wanted)
+    print_dry_run(wanted, planned, labels, as_json=as_json)
+    return 0
+
+
 def scale(
     model: _PoolModel, replicas: _Replicas, /, *, flags: Flags["PoolClientConfig"] | None = None
 ) -> int:
@@ -85,7 +140,7 @@ def scale(
     least, most = parse_replicas(replicas)
     check_name(model)
 
-    async def work(pool: PoolClient) -> int:
+    async def work(pool: PoolClient, _: Swarm) -> int:
         await pool.scale(model, least, most)
         print(f"{model}: {_replicas_text(least, most)} asked for")
         return 0
@@ -97,7 +152,7 @@ def remove(model: _PoolModel, /, *, flags: Flags["PoolClientConfig"] | None = No
     """Give the machines of MODEL's swarm back to the pool, once their sessions have moved."""
     check_name(model)
 
-    async def work(pool: PoolClient) -> int:
+    async def work(pool: PoolClient, _: Swarm) -> int:
         await pool.remove(model)
         print(f"{model}: removal asked for")
         return 0
@@ -110,7 +165,7 @@ def list_swarms(
 ) -> int:
     """List the swarms that were asked for, and what became of them."""
 
-    async def work(pool: PoolClient) -> int:
+    async def work(pool: PoolClient, _: Swarm) -> int:
         view = await pool.view()
         if as_json:
             json.dump(view.as_json(), sys.stdout, indent=2)
@@ -131,19 +186,22 @@ def show(
     as_json: JsonFlag = False,
     flags: Flags["PoolClientConfig"] | None = None,
 ) -> int:
-    """Show MODEL's swarm: its machines, their spans and states, and the reasons."""
+    """Show MODEL's swarm: its machines, their spans, states and speeds, and the reasons."""
     check_name(model)
 
-    async def work(pool: PoolClient) -> int:
-        view = (await pool.view()).of_model(model)
-        if as_json:
-            json.dump(view.as_json(), sys.stdout, indent=2)
-            print()
-        else:
-            from nesa_node.cli.views.pool import print_machines, print_swarms
+    async def work(pool: PoolClient, reader: Swarm) -> int:
+        from nesa_node.cli.views.pool import print_swarm
+        from nesa_node.server.pool.dry_run import measure_rtts_ms
 
-            print_swarms(view)
-            print_machines(view)
+        everything = await pool.view()
+        view = everything.of_model(model)
+        nodes = {each.node for offer in view.offers for each in offer.held if each.model == model}
+        records = [
+            record for record in await reader.directory.fetch_all() if record.peer_id in nodes
+        ]
+        addresses = {record.signer: record.addresses for record in records}
+        rtts_ms = await measure_rtts_ms(reader, addresses)
+        print_swarm(model, everything, records, rtts_ms, as_json=as_json)
         return 0
 
     return _run(work, flags)
@@ -152,7 +210,7 @@ def show(
 def pool(*, as_json: JsonFlag = False, flags: Flags["PoolClientConfig"] | None = None) -> int:
     """List the machines on offer: device, memory, what they hold."""
 
-    async def work(client: PoolClient) -> int:
+    async def work(client: PoolClient, _: Swarm) -> int:
         view = await client.view()
         if as_json:
             json.dump(view.as_json(), sys.stdout, indent=2)
@@ -199,7 +257,8 @@ async def _wait(pool: PoolClient, model: str, wait_s: float) -> int:
 
 
 def _run(
-    work: Callable[[PoolClient], Coroutine[Any, Any, int]], flags: Flags["PoolClientConfig"] | None
+    work: Callable[[PoolClient, Swarm], Coroutine[Any, Any, int]],
+    flags: Flags["PoolClientConfig"] | None,
 ) -> int:
     from nesa_node.cli.client_model import resolve_initial_peers
     from nesa_node.core.settings.models import PoolClientConfig
@@ -213,7 +272,7 @@ def _run(
     async def run() -> int:
         identity = Identity.load_or_create(config.identity_path)
         async with open_reader(config) as reader:
-            return await work(PoolClient(reader.notices, identity))
+            return await work(PoolClient(reader.notices, identity), reader)
 
     return asyncio.run(run())
 

@@ -133,6 +133,17 @@ _NUMBER = BeforeValidator(_reject_bool)
 # An environment variable holds a list as text, separated by commas or white space.
 _LIST = _parsed_by(lambda text: text.replace(",", " ").split())
 
+
+def _split_words(value: object) -> object:
+    """Split text, and each text of a list, at commas: a repeated flag's values may have some."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return value
+    return tuple(word for part in parts for word in part.replace(",", " ").split())
+
+
+_WORDS = BeforeValidator(_split_words)
+
 PositiveInt = Annotated[int, _NUMBER, Field(ge=1), ValueFormat("INT")]
 NonNegativeInt = Annotated[int, _NUMBER, Field(ge=0), ValueFormat("INT")]
 Gibibytes = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False), ValueFormat("GIB")]
@@ -149,7 +160,13 @@ ModelPatterns = Annotated[
     ValueFormat("PATTERN"),
 ]
 QuantTypes = Annotated[
-    tuple[QuantType, ...], _LIST, Field(min_length=1), ValueFormat("NAMES", "none, int8 or nf4")
+    tuple[QuantType, ...], _WORDS, Field(min_length=1), ValueFormat("NAMES", "none, int8 or nf4")
+]
+FamilyNames = Annotated[
+    tuple[Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,32}$")], ...],
+    _WORDS,
+    Field(max_length=16),
+    ValueFormat("NAMES", "at most 16 families like llama,qwen2"),
 ]
 Share = Annotated[
     float,
@@ -315,6 +332,11 @@ def check_loopback(name: str, address: str | None, example: str, *, allowed: boo
         f"{name} {address} can be reached from other machines, without a password; give a loopback "
         f"address such as {example}, or set {name}_beyond_loopback"
     )
+
+
+def gib_to_bytes(gibibytes: float | None) -> int | None:
+    """Whole bytes; None stays None."""
+    return None if gibibytes is None else int(gibibytes * 2**30)
 
 
 def secret_text(value: SecretStr | None) -> str | None:

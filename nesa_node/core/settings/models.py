@@ -41,6 +41,7 @@ from nesa_node.core.settings.declaration import (
     BlockRange,
     CollectorUrl,
     DeviceName,
+    FamilyNames,
     FilePath,
     Gibibytes,
     HostNames,
@@ -473,6 +474,12 @@ class NodeConfig(OrchestratorConfig):
         "Without MODEL: hold only models of such names, as ORG/* or *-8B; may be repeated.",
         basic=True,
     )
+    pool_families: FamilyNames = setting(
+        (),
+        "Pool",
+        "Hold only models of these families, by the model_type of their config: llama,qwen2.",
+        default_text="all",
+    )
     pool_quant_types: QuantTypes = setting(
         ("none", "int8", "nf4"), "Pool", "Quantizations in which to hold them."
     )
@@ -482,8 +489,18 @@ class NodeConfig(OrchestratorConfig):
         "Disk for their downloads, in GiB; the least recently used are deleted.",
         basic=True,
     )
+    pool_max_download_gib: Gibibytes | None = setting(
+        None,
+        "Pool",
+        "Largest download of one model's files, in GiB, with what is on disk of them.",
+    )
     pool_memory_share: Share = setting(
         0.8, "Pool", "Share of the device's memory that they may take.", basic=True
+    )
+    pool_gpu_share: Share | None = setting(
+        None,
+        "Pool",
+        "Hold models only while other programs use at most this share of the NVIDIA GPU's time.",
     )
     pool_loads_per_hour: PositiveInt = setting(
         6, "Pool", "Most models to load in any hour, at an orchestrator's request."

@@ -97,6 +97,14 @@ class Checkpoint(ABC):
         """
 
     @abstractmethod
+    def download_sizes(self, names: Iterable[str]) -> Mapping[str, int]:
+        """Return the bytes of the hub's files that hold these tensors; of a folder, none."""
+
+    @abstractmethod
+    def require_download_allowed(self, names: Iterable[str]) -> None:
+        """Raise `DiskLimitError` where `fetch` would, for the limit of one model's files."""
+
+    @abstractmethod
     def fetch_side_files(self) -> Path:
         """Return a folder with the tokenizer and the generation config. Blocks the thread."""
 
@@ -133,6 +141,12 @@ class LocalCheckpoint(Checkpoint):
         missing = {self.tensors[name].file for name in names} - present
         if missing:
             raise ModelNotFoundError(f"{self.folder} no longer has {', '.join(sorted(missing))}")
+
+    def download_sizes(self, names: Iterable[str]) -> Mapping[str, int]:
+        return {}
+
+    def require_download_allowed(self, names: Iterable[str]) -> None:
+        pass
 
     def fetch_side_files(self) -> Path:
         return self.folder

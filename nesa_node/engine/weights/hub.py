@@ -82,7 +82,7 @@ class HubFile:
 class HubRepository:
     """One commit of a repository, and its files in the local cache.
 
-    `open_hub` explains `max_disk_bytes` and `evicts`.
+    `open_hub` explains `max_disk_bytes`, `evicts` and `max_model_bytes`.
     """
 
     api: HfApi
@@ -92,6 +92,7 @@ class HubRepository:
     cache_dir: Path
     max_disk_bytes: int | None
     evicts: bool
+    max_model_bytes: int | None = None
 
     def download(self, names: Iterable[str], *, progress: Progress | None = None) -> Path:
         """Download missing files, verify all, and return their folder. Blocks the thread.
@@ -104,13 +105,11 @@ class HubRepository:
             return self._download([self.files[name] for name in names], progress)
 
     def _download(self, files: Sequence[HubFile], progress: Progress | None) -> Path:
-        cache, missing = self.cache_dir, []
+        cache = self.cache_dir
         for file in files:
             if file.name in MAX_SIDE_FILE_BYTES:
                 check_size(file.name, file.size, where=self.name)
-            found = try_to_load_from_cache(self.name, file.name, cache, self.commit)
-            if not isinstance(found, str):
-                missing.append(file)
+        missing = self._missing(files)
         total = sum(file.size for file in missing)
         if total:
             self._require_room(total)
@@ -126,6 +125,31 @@ class HubRepository:
             folder = Path(path).parent
             done += file.size if file in missing else 0
         return folder
+
+    def _missing(self, files: Iterable[HubFile]) -> list[HubFile]:
+        """The files that are not in the cache."""
+        return [
+            file
+            for file in files
+            if not isinstance(
+                try_to_load_from_cache(self.name, file.name, self.cache_dir, self.commit), str
+            )
+        ]
+
+    def require_allowed(self, names: Iterable[str]) -> None:
+        """Raise `DiskLimitError` if these files bring the model above `max_model_bytes`.
+
+        Files that are there already are always allowed.
+        """
+        needed = sum(file.size for file in self._missing(self.files[name] for name in names))
+        if self.max_model_bytes is None or not needed:
+            return
+        needed += compute_folder_bytes(self.cache_dir / self._folder_name)
+        if needed > self.max_model_bytes:
+            raise DiskLimitError(
+                f"--pool-max-download-gib: files of {self.name} would take {_format_gib(needed)}, "
+                f"{_format_gib(self.max_model_bytes)} are allowed"
+            )
 
     def _require_room(self, needed: int) -> None:
         """Evict as far as the limit requires. Raises `DiskLimitError` without room."""
@@ -225,10 +249,18 @@ class HubCheckpoint(Checkpoint):
         files = sorted({self.tensors[name].file for name in names} - self._fetched_files)
         if not files:
             return
+        self._repository.require_allowed(files)
         self._repository.download(files, progress=progress)
         for file in files:
             self.tensors.update(read_header(self.folder / file, file))
         self._fetched_files.update(files)
+
+    def download_sizes(self, names: Iterable[str]) -> Mapping[str, int]:
+        files = {self.tensors[name].file for name in names}
+        return {file: self._repository.files[file].size for file in files}
+
+    def require_download_allowed(self, names: Iterable[str]) -> None:
+        self._repository.require_allowed({self.tensors[name].file for name in names})
 
     def fetch_side_files(self) -> Path:
         wanted = [name for name in MAX_SIDE_FILE_BYTES if name in self._repository.files]
@@ -247,6 +279,7 @@ def open_checkpoint(
     cache_dir: Path,
     max_disk_bytes: int | None = None,
     evicts: bool = False,
+    max_model_bytes: int | None = None,
     endpoint: str | None = None,
 ) -> Checkpoint:
     """Open a local folder, or a hub repository by name (its config and headers only).
@@ -272,6 +305,7 @@ def open_checkpoint(
         cache_dir=cache_dir,
         max_disk_bytes=max_disk_bytes,
         evicts=evicts,
+        max_model_bytes=max_model_bytes,
         endpoint=endpoint,
     )
 
@@ -284,18 +318,20 @@ def open_hub(
     cache_dir: Path,
     max_disk_bytes: int | None,
     evicts: bool = False,
+    max_model_bytes: int | None = None,
     endpoint: str | None = None,
 ) -> HubCheckpoint:
     """Open a hub repository by name: its config and the headers of its weight files.
 
     Blocks the thread. At most `max_disk_bytes` are kept under `cache_dir`. With `evicts` the least
-    recently used repositories are removed to make room; without, `DiskLimitError` is raised. Raises
-    as `open_checkpoint` does.
+    recently used repositories are removed to make room; without, `DiskLimitError` is raised. A
+    download that brings this model's files above `max_model_bytes` raises it, too. Raises as
+    `open_checkpoint` does.
     """
     api = HfApi(endpoint=endpoint, token=token)
     commit, files = _find_files(api, model, revision)
     repository = HubRepository(
-        api, model, commit, files, cache_dir / "hub", max_disk_bytes, evicts=evicts
+        api, model, commit, files, cache_dir / "hub", max_disk_bytes, evicts, max_model_bytes
     )
     if "config.json" not in files:
         raise ModelNotFoundError(

@@ -33,7 +33,8 @@ class ModelShape:
     """What a model's blocks take, by quantization: bytes in memory, and work of one token.
 
     `cache_bytes` are those of `cache_tokens` tokens in one block, `head` is the work of a token at
-    the client. Quantizations that cannot hold the model are missing.
+    the client. Quantizations that cannot hold the model are missing. `block_files` are each block's
+    files on the hub, with their bytes: a machine downloads whole files. Empty for a folder.
     """
 
     name: str
@@ -43,6 +44,8 @@ class ModelShape:
     cache_bytes: int
     dtype: str = "bfloat16"
     head: BlockWork = field(default_factory=lambda: BlockWork(0.0, 0.0))
+    family: str = ""
+    block_files: tuple[Mapping[str, int], ...] = ()
 
     def kind(self, quant_type: QuantType) -> str:
         """The kind of weights by which figures of devices are listed."""
@@ -57,12 +60,39 @@ class ModelShape:
         weights = self.block_bytes[quant_type][span.start : span.end]
         return sum(weights) + len(span) * self.cache_bytes
 
+    def download_bytes(self, span: Span) -> int:
+        """Bytes of the files that a machine downloads for a span, if it has none of them."""
+        files: dict[str, int] = {}
+        for block_files in self.block_files[span.start : span.end]:
+            files.update(block_files)
+        return sum(files.values())
+
+    @property
+    def least_download_bytes(self) -> int:
+        """Bytes of the files of the block that takes the fewest."""
+        return min((sum(files.values()) for files in self.block_files), default=0)
+
+    def downloadable_blocks(self, span: Span, most_bytes: int | None) -> int:
+        """Number of blocks of which any adjacent ones within `span` take at most `most_bytes`."""
+        if most_bytes is None or not self.block_files:
+            return len(span)
+        end, fewest = span.start, len(span)
+        for start in range(span.start, span.end):
+            end = max(end, start)
+            while end < span.end and self.download_bytes(Span(start, end + 1)) <= most_bytes:
+                end += 1
+            if end == span.end:
+                break
+            fewest = min(fewest, end - start)
+        return fewest
+
 
 @dataclass(frozen=True, slots=True)
 class PoolMachine:
     """A machine as its offer describes it. `figures` are by kind: a dtype, "int8" or "nf4".
 
     `hop_s` is the time that a step spends on the way to the machine and back, half of it each.
+    `max_download_bytes` bounds the files that it downloads for the model.
     """
 
     peer: PeerId
@@ -70,6 +100,7 @@ class PoolMachine:
     figures: Mapping[str, WeightFigures]
     quant_types: tuple[QuantType, ...] = ("none", "int8", "nf4")
     hop_s: float = HOP_S
+    max_download_bytes: int | None = None
 
     def figures_for(self, shape: ModelShape, quant_type: QuantType) -> WeightFigures | None:
         """None if the machine may not, or was not measured to, hold such weights."""
@@ -164,10 +195,12 @@ def _candidates(
     """Machines that hold at least one block, sized by the largest and timed by the mean block."""
     largest = max(shape.block_bytes[quant_type][span.start : span.end]) + shape.cache_bytes
     work = shape.work[quant_type][span.start : span.end]
+    limits = {machine.max_download_bytes for machine in machines}
+    most = {limit: shape.downloadable_blocks(span, limit) for limit in limits}
     found = []
     for machine in machines:
         figures = machine.figures_for(shape, quant_type)
-        blocks = min(machine.memory_bytes // largest, len(span))
+        blocks = min(machine.memory_bytes // largest, most[machine.max_download_bytes])
         if figures is not None and blocks:
             block_s = sum(figures.block_s(each, 1) for each in work) / len(work)
             found.append(_Candidate(machine.peer, int(blocks), block_s, machine.hop_s))

@@ -13,7 +13,7 @@ from nesa_node.core.errors import ConfigError, InsufficientMemoryError
 from nesa_node.core.ids import ModelId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.choices import QuantType
-from nesa_node.core.settings.declaration import secret_text
+from nesa_node.core.settings.declaration import gib_to_bytes, secret_text
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.blocks import ModelBlocks
@@ -52,14 +52,14 @@ def open_node_model(config: NodeConfig) -> NodeModel:
     if config.threads is not None:
         fix_threads(config.threads)
     assert config.model is not None
-    disk = None if config.max_disk_gib is None else int(config.max_disk_gib * (1 << 30))
     checkpoint = open_checkpoint(
         config.model,
         revision=config.revision,
         token=secret_text(config.token),
         cache_dir=config.cache_dir,
-        max_disk_bytes=disk,
+        max_disk_bytes=gib_to_bytes(config.max_disk_gib),
         evicts=config.evict_downloads,
+        max_model_bytes=gib_to_bytes(config.pool_max_download_gib),
     )
     device = choose_device(config.device)
     if device.type == "mps" and config.quant_type != "none":

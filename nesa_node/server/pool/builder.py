@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from functools import partial
 
 from nesa_node.core.errors import NesaError, SwarmError
 from nesa_node.core.ids import ModelId, PeerId, Span
@@ -34,10 +34,10 @@ from nesa_node.server.node.metrics import daemon_source, model_source
 from nesa_node.server.node.shutdown import Shutdown, stop_signals
 from nesa_node.server.orchestrator.launch import LEASE_GRACE_FRACTION, OnHistory, orchestrate
 from nesa_node.server.pool.demand import Demand, least_busy
+from nesa_node.server.pool.machines import may_be_held, pool_machine
 from nesa_node.server.pool.models import describe_model, open_pool_model
 from nesa_node.server.pool.speeds import MachineSpeeds
 from nesa_node.swarm.dht.pool_notices import (
-    MAX_HELD_MODELS,
     MAX_LISTED_SWARMS,
     POOL,
     AssignedSpan,
@@ -237,14 +237,11 @@ class PoolBuilder:
     def _plausible(self, offer: Offer) -> Offer:
         """The offer without spans that its model cannot have: offers are untrusted."""
 
-        def may_be(held: HeldModel) -> bool:
-            model = self._models.get(held.model)
-            return model is None or (
-                held.quant_type in model.shape.block_bytes
-                and held.blocks.end <= model.shape.num_blocks
-            )
-
-        held = tuple(each for each in offer.held if may_be(each))
+        held = tuple(
+            each
+            for each in offer.held
+            if each.model not in self._models or may_be_held(each, self._models[each.model].shape)
+        )
         return offer if len(held) == len(offer.held) else offer.model_copy(update={"held": held})
 
     def _present_assignment(
@@ -407,35 +404,23 @@ class PoolBuilder:
 
     def _machines_for(self, round_: _Round, name: str) -> list[PoolMachine]:
         """Machines that may hold the model and do not yet, with their free memory."""
+        shapes = {each: model.shape for each, model in self._models.items()}
         machines, now = [], time.monotonic()
         for peer, offer in round_.offers.items():
-            held = round_.assigned[peer]
-            shown = {each.model: each.state for each in offer.held}
-            if (
-                name in held
-                or name in shown
-                or now < self._avoided_until.get((peer, name), 0.0)
-                or len(held) >= MAX_HELD_MODELS
-                or not any(fnmatchcase(name, pattern) for pattern in offer.models)
-            ):
+            if now < self._avoided_until.get((peer, name), 0.0):
                 continue
-            figures = self._speeds.corrected(peer, offer)
-            room, hop_s = self._free_bytes(offer, held), self._speeds.hop_s(peer)
-            machines.append(PoolMachine(peer, room, figures, offer.quant_types, hop_s))
+            machine = pool_machine(
+                offer,
+                name,
+                shapes[name],
+                round_.assigned[peer],
+                shapes,
+                hop_s=self._speeds.hop_s(peer),
+                slowdown=partial(self._speeds.slowdown, peer),
+            )
+            if machine is not None:
+                machines.append(machine)
         return machines
-
-    def _free_bytes(self, offer: Offer, held: Mapping[str, AssignedSpan]) -> int:
-        """What is allowed less all that is held, and what is free less what still loads."""
-        taken, loading = 0, 0
-        serving = {each.model for each in offer.held if each.state == "serving"}
-        for name, span in held.items():
-            model = self._models.get(name)
-            if model is None:
-                return 0
-            size = model.shape.held_bytes(span.blocks, span.quant_type)
-            taken += size
-            loading += 0 if name in serving else size
-        return max(0, min(offer.memory_total_bytes - taken, offer.memory_free_bytes - loading))
 
     def _explain_shortage(
         self,

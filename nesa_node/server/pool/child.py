@@ -178,6 +178,7 @@ def child_settings(
         "attn_cache_tokens": assigned.cache_tokens,
         "max_disk_gib": config.pool_disk_gib,
         "evict_downloads": True,
+        "pool_max_download_gib": config.pool_max_download_gib,
         "identity_path": child_identity_path(config.identity_path, assigned.model),
         # The member listens at its own port.
         "host_maddrs": [_any_port(address) for address in config.host_maddrs],

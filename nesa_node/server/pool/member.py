@@ -8,10 +8,7 @@ import os
 import random
 import shutil
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.model.devices import choose_device, free_memory_bytes
+from nesa_node.engine.model.gpu_use import watch_other_programs
 from nesa_node.server.node.daemon import StoppedError, join_swarm
 from nesa_node.server.node.invitation import (
     check_ready_file,
@@ -38,6 +36,7 @@ from nesa_node.server.pool.builder import run_builder
 from nesa_node.server.pool.child import ChildNode
 from nesa_node.server.pool.figures import DeviceFigures
 from nesa_node.server.pool.models import locate_model
+from nesa_node.server.pool.terms import OperatorTerms
 from nesa_node.swarm.dht.pool_notices import (
     POOL,
     AssignedSpan,
@@ -73,12 +72,14 @@ async def run_pool_member(
     """
     check_ready_file(config.ready_file)
     device = choose_device(config.device)
+    watch = None if config.pool_gpu_share is None else watch_other_programs(device)
+    terms = OperatorTerms(config, watch)
     with stop_signals() as stopping:
         figures = DeviceFigures(str(device), config.threads, config.cache_dir)
         measuring = asyncio.create_task(figures.measure())
         try:
             async with join_swarm(config, stopping) as swarm:
-                member = PoolMember(config, swarm, device, figures)
+                member = PoolMember(config, swarm, device, figures, terms)
                 await _serve(config, swarm, member, stopping, metric_sources)
         except StoppedError:
             return
@@ -121,11 +122,14 @@ class PoolMember:
         swarm: Swarm,
         device: torch.device,
         figures: DeviceFigures,
+        terms: OperatorTerms,
     ) -> None:
         self._config = config
         self._swarm = swarm
         self._device = device
         self._figures = figures
+        self._terms = terms
+        self._away_reason = terms.find_absence()
         self.device_name, self._device_count = describe_device(device)
         self._total_bytes = int(total_memory_bytes(device) * config.pool_memory_share)
         self._children: dict[str, ChildNode] = {}
@@ -134,7 +138,6 @@ class PoolMember:
         self._refusals: dict[str, HeldModel] = {}
         self._failures: dict[str, int] = {}
         self._retry_at: dict[str, float] = {}
-        self._loads: deque[float] = deque()
         self._followed: tuple[PeerId, tuple[int, int]] | None = None
         self._assigned: tuple[AssignedSpan, ...] = ()
 
@@ -175,25 +178,18 @@ class PoolMember:
             "memory_free_bytes": self._free_bytes(),
             "disk_free_bytes": min(disk, int(self._config.pool_disk_gib * 2**30)),
             "figures": self._figures.kinds,
-            "models": self._config.pool_models if self._is_open() else (),
-            "quant_types": self._config.pool_quant_types,
             "obeys": self._obeyed(),
             "public_name": self._config.public_name,
             "addresses": self._swarm.transport.addresses[:MAX_ADDRESSES],
             "held": tuple(held[:8]),
+            **self._terms.offer_fields(),
+            "away_reason": self._away_reason,
+            **({"models": ()} if self._away_reason else {}),
         }
 
     def _free_bytes(self) -> int:
         """Free memory of the device, within the operator's share."""
         return min(self._total_bytes, free_memory_bytes(self._device))
-
-    def _is_open(self) -> bool:
-        """Whether the operator gives this hour."""
-        if self._config.pool_hours is None:
-            return True
-        first, last = self._config.pool_hours
-        hour = datetime.now().astimezone().hour
-        return first <= hour < last if first < last else hour >= first or hour < last
 
     def _obeyed(self) -> tuple[PeerId, ...]:
         own = (self._swarm.identity.peer_id,) if self._config.orchestrator else ()
@@ -205,15 +201,22 @@ class PoolMember:
         self._swarm.notices.pin_signers(self._obeyed())
         while True:
             try:
-                assignment = await self._find_assignment()
-                if assignment is not None:
-                    self._assigned = assignment.spans
-                await self._apply(self._assigned if self._is_open() else ())
+                await self._follow_once()
             except (SwarmError, OSError) as error:
                 log.warning("assignments_not_read", reason=str(error))
             except Exception:  # a bug: one bad assignment must not stop this loop
                 log.exception("assignments_not_followed")
             await asyncio.sleep(FOLLOW_INTERVAL_S * rng.uniform(0.8, 1.2))
+
+    async def _follow_once(self) -> None:
+        self._away_reason = await asyncio.to_thread(self._terms.find_absence)
+        if self._away_reason:  # also where no member of the DHT answers
+            await self._apply(())
+        assignment = await self._find_assignment()
+        if assignment is not None:
+            self._assigned = assignment.spans
+        if not self._away_reason:
+            await self._apply(self._assigned)
 
     async def _find_assignment(self) -> MachineAssignment | None:
         """The newest assignment of an obeyed signer: of the listed ones, else of the pool's leader.
@@ -250,25 +253,11 @@ class PoolMember:
         for name, span in wanted.items():
             if name in self._children or time.monotonic() < self._retry_at.get(name, 0.0):
                 continue
-            refusal = self._find_refusal(span)
+            refusal = self._terms.find_refusal(span)
             if refusal is not None:
                 self._refuse(span, refusal)
                 continue
             await self._start(span)
-
-    def _find_refusal(self, span: AssignedSpan) -> str | None:
-        """Why the operator's limits forbid `span`; None if they allow it."""
-        config = self._config
-        if not any(fnmatchcase(span.model, pattern) for pattern in config.pool_models):
-            return f"--pool-models does not allow {span.model}"
-        if span.quant_type not in config.pool_quant_types:
-            return f"--pool-quant-types does not allow {span.quant_type}"
-        now = time.monotonic()
-        while self._loads and self._loads[0] <= now - 3600.0:
-            self._loads.popleft()
-        if len(self._loads) >= config.pool_loads_per_hour:
-            return f"--pool-loads-per-hour: {config.pool_loads_per_hour} were loaded in this hour"
-        return None
 
     def _refuse(self, span: AssignedSpan, reason: str) -> None:
         if self._refusals.get(span.model) is None or self._refusals[span.model].reason != reason:
@@ -284,11 +273,12 @@ class PoolMember:
     async def _start(self, span: AssignedSpan) -> None:
         try:
             model = await asyncio.to_thread(locate_model, span.model, self._config.cache_dir)
+            await asyncio.to_thread(self._terms.check_model, span)
         except (NesaError, OSError) as error:
             self._refuse(span, str(error))
             self._retry_at[span.model] = time.monotonic() + RETRY_FAILED_S
             return
-        self._loads.append(time.monotonic())
+        self._terms.count_load()
         self._refusals.pop(span.model, None)
         peers = (*self._swarm.transport.addresses, *self._config.initial_peers)
         child = ChildNode(span, model, self._config, peers)

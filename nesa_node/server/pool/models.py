@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.errors import ModelNotFoundError, UnsupportedModelError
-from nesa_node.core.ids import ModelId, is_model_name
+from nesa_node.core.ids import ModelId, Span, is_model_name
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.models import SharedConfig
@@ -17,6 +18,7 @@ from nesa_node.engine.model.devices import cache_bytes_per_token, compute_block_
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.demo_model import DEMO_MODEL_NAME, demo_model_path
 from nesa_node.engine.weights.hub import open_checkpoint
+from nesa_node.engine.weights.skeleton import Skeleton
 from nesa_node.routing.placement.building import ModelShape
 from nesa_node.topology.roofline import BlockWork
 
@@ -42,13 +44,22 @@ def locate_model(name: str, cache_dir: Path) -> str:
     return str(folder) if (folder / "config.json").is_file() else name
 
 
-def open_pool_model(name: str, config: SharedConfig) -> Checkpoint:
+def open_pool_model(
+    name: str, config: SharedConfig, *, max_model_bytes: int | None = None
+) -> Checkpoint:
     """Open a model's config and headers, without weights. Raises as `open_checkpoint` does."""
     return open_checkpoint(
         locate_model(name, config.cache_dir),
         token=secret_text(config.token),
         cache_dir=config.cache_dir,
+        max_model_bytes=max_model_bytes,
     )
+
+
+def block_tensors(checkpoint: Checkpoint, span: Span) -> list[str]:
+    """Names of the checkpoint's tensors in these blocks. Raises `CorruptCheckpointError`."""
+    skeleton = Skeleton(checkpoint)
+    return skeleton.source_names(skeleton.block_names(span))
 
 
 def describe_model(checkpoint: Checkpoint) -> tuple[ModelShape, ModelId]:
@@ -78,6 +89,8 @@ def describe_model(checkpoint: Checkpoint) -> tuple[ModelShape, ModelId]:
         cache_tokens * cache_bytes_per_token(checkpoint, dtype),
         DTYPE_NAMES[dtype],
         _head_work(checkpoint, dtype),
+        str(checkpoint.config.model_type),
+        _block_files(checkpoint),
     )
     return shape, compute_model_id(checkpoint)
 
@@ -85,6 +98,14 @@ def describe_model(checkpoint: Checkpoint) -> tuple[ModelShape, ModelId]:
 def _head_work(checkpoint: Checkpoint, dtype: torch.dtype) -> BlockWork:
     weights = checkpoint.config.vocab_size * checkpoint.config.hidden_size
     return BlockWork(weights * dtype.itemsize, 2 * weights)
+
+
+def _block_files(checkpoint: Checkpoint) -> tuple[Mapping[str, int], ...]:
+    skeleton = Skeleton(checkpoint)
+    spans = (Span(index, index + 1) for index in range(checkpoint.num_blocks))
+    names = (skeleton.source_names(skeleton.block_names(span)) for span in spans)
+    files = tuple(checkpoint.download_sizes(each) for each in names)
+    return files if any(files) else ()
 
 
 def _active_fraction(checkpoint: Checkpoint) -> float:

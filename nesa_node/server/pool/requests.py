@@ -82,6 +82,18 @@ class PoolView:
         }
 
 
+async def read_pool(notices: NoticeStore) -> PoolView:
+    offers = await notices.fetch(Offer, POOL)
+    statuses = await _read_statuses(notices)
+    return PoolView(tuple(statuses), tuple(sorted(offers, key=lambda each: each.peer_id)))
+
+
+async def _read_statuses(notices: NoticeStore) -> list[PoolStatus]:
+    """The orchestrators' statuses, newest first."""
+    found = await notices.fetch(PoolStatus, POOL)
+    return sorted(found, key=lambda each: -each.issued_at)
+
+
 class PoolClient:
     """Publishes what an identity wants, and reads what became of it."""
 
@@ -170,13 +182,10 @@ class PoolClient:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def view(self) -> PoolView:
-        statuses = await self._statuses()
-        offers = await self._reader.fetch(Offer, POOL)
-        return PoolView(tuple(statuses), tuple(sorted(offers, key=lambda each: each.peer_id)))
+        return await read_pool(self._reader)
 
     async def _statuses(self) -> list[PoolStatus]:
-        found = await self._reader.fetch(PoolStatus, POOL)
-        return sorted(found, key=lambda each: -each.issued_at)
+        return await _read_statuses(self._reader)
 
     async def _require_permission(self) -> None:
         """Raise `SwarmError` where no orchestrator builds, or none does for this identity."""

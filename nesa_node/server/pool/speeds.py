@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from statistics import median
 
-from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.ids import PeerId
 from nesa_node.core.settings.choices import QuantType
-from nesa_node.routing.placement.building import HOP_OVERHEAD_S, HOP_S, ModelShape
+from nesa_node.routing.placement.building import ModelShape, PoolMachine
+from nesa_node.server.pool.chain_times import chain_s, fastest_chain, hop_s, time_span
 from nesa_node.swarm.dht.pool_notices import AssignedSpan, Offer
 from nesa_node.swarm.node import Swarm
-from nesa_node.topology.roofline import WeightFigures
 from nesa_node.topology.snapshot import NodeState
 
 PING_INTERVAL_S = 60.0
@@ -26,7 +24,7 @@ class MachineSpeeds:
 
     def __init__(self, swarm: Swarm) -> None:
         self._rtts, self._transport = swarm.rtts, swarm.transport
-        self._slowdowns: dict[tuple[PeerId, QuantType], float] = {}
+        self._slowdowns: dict[tuple[PeerId, str], float] = {}
 
     async def measure_round_trips(self, offers: Mapping[PeerId, Offer]) -> None:
         """Ping the machines whose round trip is unknown or old, some in each round."""
@@ -36,30 +34,24 @@ class MachineSpeeds:
 
     def hop_s(self, peer: PeerId) -> float:
         """Seconds of a hop to a machine: the round trip from here stands for all of its own."""
-        rtt_ms = self._rtts.rtt_ms(peer)
-        return HOP_S if math.isnan(rtt_ms) else HOP_OVERHEAD_S + 1e-3 * rtt_ms
+        return hop_s(self._rtts.rtt_ms(peer))
 
     def observe(
         self, peer: PeerId, offer: Offer, shape: ModelShape, quant_type: QuantType, node: NodeState
     ) -> None:
         """Compare what a machine's node measured of its span with the machine's figures."""
-        figures = _find_figures(offer, shape, quant_type)
-        if figures is not None and node.decode_tokens_per_s > 0:
-            expected_s = _step_s(figures, shape, node.span, quant_type)
+        kind = shape.kind(quant_type)
+        if kind in offer.figures and node.decode_tokens_per_s > 0:
+            figures = offer.figures[kind].weight_figures()
+            work = shape.work[quant_type][node.span.start : node.span.end]
+            expected_s = sum(figures.block_s(each, 1) for each in work)
             slower = 1 / node.decode_tokens_per_s / expected_s
             least, most = SLOWDOWNS
-            self._slowdowns[peer, quant_type] = min(max(slower, least), most)
+            self._slowdowns[peer, kind] = min(max(slower, least), most)
 
-    def slowdown(self, peer: PeerId, quant_type: QuantType) -> float:
+    def slowdown(self, peer: PeerId, kind: str) -> float:
         """Factor by which such weights take longer on a machine than its figures say."""
-        return self._slowdowns.get((peer, quant_type), 1.0)
-
-    def corrected(self, peer: PeerId, offer: Offer) -> dict[str, WeightFigures]:
-        """An offer's figures by kind of weights, with what was seen of the machine."""
-        return {
-            kind: each.weight_figures().slowed(self.slowdown(peer, _quant_type(kind)))
-            for kind, each in offer.figures.items()
-        }
+        return self._slowdowns.get((peer, kind), 1.0)
 
     def predict_tokens_per_s(
         self,
@@ -67,45 +59,16 @@ class MachineSpeeds:
         assigned: Mapping[PeerId, AssignedSpan],
         offers: Mapping[PeerId, Offer],
     ) -> float:
-        """Tokens/s of one sequence through the shortest chain of `assigned` spans, for a client
-        whose head is as fast as their median machine. 0 for a hole, or without figures.
+        """Tokens/s of one sequence through the fastest chain of `assigned` spans, with the client's
+        head. 0 for a hole, or without figures.
         """
-        seconds, heads_s = 0.0, []
-        for peer, span in shortest_chain(assigned, shape.num_blocks):
-            quant_type = assigned[peer].quant_type
-            figures = self.corrected(peer, offers[peer])
-            kind = shape.kind(quant_type)
-            if kind not in figures:
-                return 0.0
-            seconds += _step_s(figures[kind], shape, span, quant_type) + self.hop_s(peer)
-            heads_s.append(figures.get(shape.dtype, figures[kind]).block_s(shape.head, 1))
-        return 1 / (seconds + median(heads_s)) if heads_s else 0.0
-
-
-def shortest_chain(
-    assigned: Mapping[PeerId, AssignedSpan], num_blocks: int
-) -> list[tuple[PeerId, Span]]:
-    """The fewest machines that together hold all blocks, and their parts; empty for a hole."""
-    chain: list[tuple[PeerId, Span]] = []
-    start = 0
-    while start < num_blocks:
-        able = [peer for peer, each in assigned.items() if each.span[0] <= start < each.span[1]]
-        if not able:
-            return []
-        peer = max(able, key=lambda each: assigned[each].span[1])
-        chain.append((peer, Span(start, min(assigned[peer].span[1], num_blocks))))
-        start = chain[-1][1].end
-    return chain
-
-
-def _find_figures(offer: Offer, shape: ModelShape, quant_type: QuantType) -> WeightFigures | None:
-    figures = offer.figures.get(shape.kind(quant_type))
-    return None if figures is None else figures.weight_figures()
-
-
-def _step_s(figures: WeightFigures, shape: ModelShape, span: Span, quant_type: QuantType) -> float:
-    return sum(figures.block_s(each, 1) for each in shape.work[quant_type][span.start : span.end])
-
-
-def _quant_type(kind: str) -> QuantType:
-    return kind if kind in ("int8", "nf4") else "none"  # type: ignore[return-value]
+        spans = []
+        for peer, each in assigned.items():
+            figures = {
+                kind: figure.weight_figures().slowed(self.slowdown(peer, kind))
+                for kind, figure in offers[peer].figures.items()
+            }
+            machine = PoolMachine(peer, 0, figures, hop_s=self.hop_s(peer))
+            spans.append(time_span(machine, shape, each.blocks, each.quant_type))
+        chain = fastest_chain(spans, shape.num_blocks)
+        return 1 / chain_s(chain) if chain else 0.0

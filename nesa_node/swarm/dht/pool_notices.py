@@ -8,6 +8,7 @@ machine's peer id.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -56,6 +57,7 @@ def _check_span(pair: tuple[int, int]) -> tuple[int, int]:
 
 _SpanPair = Annotated[Pair, AfterValidator(_check_span)]
 _ModelText = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(_check_model_name)]
+_Family = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,32}$")]
 _Glob = Annotated[Text, Field(min_length=1, max_length=128)]
 _Positive = Annotated[float, Field(gt=0, le=1e18)]
 _Replicas = Annotated[int, Field(ge=1, le=100)]
@@ -105,7 +107,9 @@ class Offer(Notice):
 
     `memory_total_bytes` is what the operator allows for models, `memory_free_bytes` what of it is
     free on the device.
-    `models` are glob patterns. `obeys` are the only orchestrators that may assign; all, if empty.
+    `models` are glob patterns. `obeys` are the only orchestrators that may assign, `families` the
+    only ones of models; all, if empty. `max_download_bytes` bounds one model's files from the hub.
+    `away_reason` says why `models` are none for now.
     """
 
     bounds: ClassVar = StatementBounds("offer", 4096, 120.0, 0.0, MAX_OFFERS)
@@ -119,11 +123,26 @@ class Offer(Notice):
     disk_free_bytes: Count = 0
     figures: Annotated[dict[str, MeasuredFigures], max_items(8)] = Field(default_factory=dict)
     models: Annotated[tuple[_Glob, ...], max_items(16)] = ("*",)
+    families: Annotated[tuple[_Family, ...], max_items(16)] = ()
+    max_download_bytes: Count | None = None
     quant_types: Annotated[tuple[QuantType, ...], max_items(3)] = ("none", "int8", "nf4")
     obeys: Annotated[tuple[Peer, ...], max_items(8)] = ()
     public_name: Annotated[Text, Field(max_length=64)] | None = None
     addresses: Addresses = ()
     held: Annotated[tuple[HeldModel, ...], max_items(MAX_HELD_MODELS)] = ()
+    away_reason: Annotated[Text, Field(max_length=120)] = ""
+
+    def allows(self, name: str, family: str = "", download_bytes: int = 0) -> bool:
+        """Whether the operator allows a model; `download_bytes` are the fewest of one block.
+
+        An empty `family` is not known, and allowed.
+        """
+        most = self.max_download_bytes
+        return (
+            any(fnmatchcase(name, pattern) for pattern in self.models)
+            and (not self.families or not family or family in self.families)
+            and (most is None or download_bytes <= most)
+        )
 
     @model_validator(mode="after")
     def _check_memory(self) -> Self:

@@ -200,6 +200,35 @@ def test_other_hours_are_refused(text: str) -> None:
         load_config(NodeConfig, {"pool_hours": text}, {})
 
 
+@pytest.mark.parametrize(
+    "given", ["llama,qwen2", "llama qwen2", ("llama", "qwen2"), ("llama,qwen2",)]
+)
+def test_families_are_separated_by_commas_or_flags(given: object) -> None:
+    config = load_config(NodeConfig, {"pool_families": given}, {})
+    assert config.pool_families == ("llama", "qwen2")
+    assert load_config(NodeConfig, {"pool_quant_types": ("none,int8",)}, {}).pool_quant_types == (
+        "none",
+        "int8",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("pool_families", "Llama", "families like llama,qwen2"),
+        ("pool_families", ",".join(f"f{n}" for n in range(17)), "at most 16 families"),
+        ("pool_max_download_gib", "0", "pool_max_download_gib"),
+        ("pool_max_download_gib", "ten", "pool_max_download_gib"),
+        ("pool_gpu_share", "1.5", "a number from 0 to 1"),
+        ("pool_gpu_share", "0", "a number from 0 to 1"),
+        ("pool_gpu_share", "half", "a number from 0 to 1"),
+    ],
+)
+def test_other_terms_of_a_pool_are_refused(name: str, value: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(NodeConfig, {name: value}, {})
+
+
 def test_only_one_way_to_choose_a_span_may_be_given() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         node(cli={"num_blocks": "auto", "block_indices": "0:3"})

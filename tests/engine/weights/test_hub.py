@@ -43,6 +43,7 @@ def opened(
     revision: str | None = None,
     token: str | None = None,
     max_disk_bytes: int | None = None,
+    max_model_bytes: int | None = None,
 ) -> Checkpoint:
     return open_checkpoint(
         model,
@@ -50,6 +51,7 @@ def opened(
         token=token,
         cache_dir=tmp_path / "cache",
         max_disk_bytes=max_disk_bytes,
+        max_model_bytes=max_model_bytes,
         endpoint=hub.url,
     )
 
@@ -147,6 +149,30 @@ def test_the_disk_limit_is_kept_before_downloading(hub: FakeHub, tmp_path: Path)
     hub.downloads.clear()
     with pytest.raises(DiskLimitError, match=r"org/tiny needs .* raise the disk limit"):
         load(checkpoint, Span(0, 6))
+    assert not hub.downloads
+
+
+def names_of(checkpoint: Checkpoint, *blocks: int) -> list[str]:
+    return [name for name in checkpoint.tensors if any(f"layers.{b}." in name for b in blocks)]
+
+
+def test_one_models_files_have_a_limit_however_many_spans_are_asked_for(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    plain = opened(hub, tmp_path)
+    sizes = plain.download_sizes(names_of(plain, 3))
+    assert sizes == {file: (hub.folder / file).stat().st_size for file in shards_of(plain, 3)}
+    limit = sum(sizes.values()) + 20_000  # the config and the index count, too
+    checkpoint = opened(hub, tmp_path, max_model_bytes=limit)
+    checkpoint.require_download_allowed(names_of(checkpoint, 3))
+    load(checkpoint, Span(3, 4))
+    hub.downloads.clear()
+    checkpoint.require_download_allowed(names_of(checkpoint, 3))
+    for blocks in ((0,), (3, 4), range(6)):
+        with pytest.raises(DiskLimitError, match="--pool-max-download-gib: files of org/tiny"):
+            checkpoint.require_download_allowed(names_of(checkpoint, *blocks))
+    with pytest.raises(DiskLimitError, match="--pool-max-download-gib"):
+        load(checkpoint, Span(0, 1))
     assert not hub.downloads
 
 

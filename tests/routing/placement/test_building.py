@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,59 @@ def random_machines(seed: int) -> list[PoolMachine]:
         machine(f"m{index}", float(rng.uniform(1, 14)), float(rng.choice([20, 50, 400, 900])))
         for index in range(int(rng.integers(2, 8)))
     ]
+
+
+def most_downloadable(files: list[dict[str, int]], span: Span, most_bytes: int) -> int:
+    """By trying all numbers of blocks, and all places of each."""
+
+    def takes(start: int, end: int) -> int:
+        return sum(
+            {name: size for each in files[start:end] for name, size in each.items()}.values()
+        )
+
+    fitting = [
+        count
+        for count in range(1, len(span) + 1)
+        if all(
+            takes(start, start + count) <= most_bytes
+            for start in range(span.start, span.end - count + 1)
+        )
+    ]
+    return max(fitting, default=0)
+
+
+def test_blocks_to_download_fit_wherever_the_span_lies() -> None:
+    rng = np.random.default_rng(3)
+    found = set()
+    for _ in range(300):
+        blocks, most = int(rng.integers(1, 9)), int(rng.integers(1, 30))
+        sizes = [int(size) for size in rng.integers(1, 12, 5)]
+        firsts = np.sort(rng.integers(0, 4, blocks))
+        files = [
+            {f"{i}": sizes[i] for i in (first, first + int(rng.integers(2)))} for first in firsts
+        ]
+        start = int(rng.integers(blocks))
+        span = Span(start, int(rng.integers(start + 1, blocks + 1)))
+        model = replace(shape(blocks), block_files=tuple(files))
+        expected = most_downloadable(files, span, most)
+        assert model.downloadable_blocks(span, most) == expected
+        assert model.downloadable_blocks(span, None) == len(span)
+        found.add(expected < len(span))
+    assert found == {True, False}
+
+
+def test_a_plan_downloads_no_more_than_a_machine_allows() -> None:
+    files = ({"a": 4 * GB},) * 4 + ({"b": 4 * GB},) * 4
+    model = replace(shape(8), block_files=files)
+    machines = [machine("a", 50, 100, max_download_bytes=5 * GB), machine("b", 5, 50)]
+    plan = plan_build(model, Span(0, 8), machines)
+    assert isinstance(plan, BuildShortage), "blocks 3:5 are in two files"
+    plan = plan_build(model, Span(0, 4), machines)
+    assert isinstance(plan, BuildPlan)
+    assert [(each.peer, each.span) for each in plan.spans] == [("a", Span(0, 4))]
+    plan = plan_build(model, Span(0, 8), [machine("a", 50, 100, max_download_bytes=8 * GB)])
+    assert isinstance(plan, BuildPlan)
+    assert (model.least_download_bytes, shape(8).least_download_bytes) == (4 * GB, 0)
 
 
 def check(plan: BuildPlan, machines: list[PoolMachine], span: Span) -> None:

@@ -91,7 +91,9 @@ class Bench:
     async def _ping_all(self, *_: object, **__: object) -> None:
         pass
 
-    def offer(self, name: str, blocks: int, *held: HeldModel, gb_per_s: float = 100.0) -> None:
+    def offer(
+        self, name: str, blocks: int, *held: HeldModel, gb_per_s: float = 100.0, **terms: object
+    ) -> None:
         figures = MeasuredFigures(
             block_overhead_s=0.0, read_bytes_per_s=gb_per_s * 1e9, flop_per_s=1e15
         )
@@ -112,6 +114,7 @@ class Bench:
                 obeys=(),
                 held=held,
                 addresses=(),
+                **terms,
             )
         )
 
@@ -179,6 +182,20 @@ async def test_a_model_is_spread_over_machines_and_served(bench: Bench) -> None:
     status = await bench.run_round()
     assert (status.swarms[0].state, status.swarms[0].replicas) == ("serving", 1)
     assert status.free_machines == 0
+
+
+async def test_a_machine_is_not_asked_for_what_its_operator_forbids(bench: Bench) -> None:
+    shape = replace(SHAPE, family="llama", block_files=({"all.safetensors": 8 * BLOCK_BYTES},) * 8)
+    bench.builder._models["org/one"] = replace(MODEL, shape=shape)
+    bench.offer("a", 9, families=("qwen2",))
+    bench.offer("b", 9, max_download_bytes=7 * BLOCK_BYTES)
+    bench.want(wanted())
+    status = await bench.run_round()
+    assert "none of 2 machines on offer may hold org/one" in status.swarms[0].reason
+    assert bench.assigned("a") == bench.assigned("b") == []
+    bench.offer("c", 9, families=("llama", "qwen2"), max_download_bytes=8 * BLOCK_BYTES)
+    await bench.run_round()
+    assert bench.assigned("c") == [("org/one", Span(0, 8))]
 
 
 async def test_a_strangers_request_is_not_built(bench: Bench) -> None:
@@ -312,7 +329,7 @@ async def test_an_overstated_machine_is_planned_as_it_was_measured(bench: Bench)
     bench.want(wanted())
     await bench.run_round()
     liar = PeerId(bench.identity("liar").peer_id)
-    assert bench.builder._speeds.slowdown(liar, "none") == pytest.approx(10)
+    assert bench.builder._speeds.slowdown(liar, "bfloat16") == pytest.approx(10)
 
 
 @pytest.mark.parametrize(
