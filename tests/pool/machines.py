@@ -41,7 +41,8 @@ class Pool:
         """Start a daemon; the first one is what the others join through."""
         argv = [sys.executable, "-m", module, *command, "--host-maddrs", LOOPBACK]
         argv += ["--ready-file", str(self.folder / f"{name}.json")]
-        argv += ["--cache-dir", str(self.cache_dir)]
+        if "--cache-dir" not in command:
+            argv += ["--cache-dir", str(self.cache_dir)]
         argv += ["--initial-peers", *self.addresses] if self.addresses else []
         log = self.folder / f"{name}.log"
         self.processes[name] = start_process(argv, log, environment=self.environment())

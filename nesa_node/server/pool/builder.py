@@ -440,7 +440,10 @@ class PoolBuilder:
         if not round_.offers:
             reason = "no machine is on offer yet"
             if round_.disobedient:
-                reason = f"all {round_.disobedient} machines on offer obey other orchestrators only"
+                reason = (
+                    f"none of {round_.disobedient} machines on offer obeys this orchestrator "
+                    "(--allow-orchestrators)"
+                )
                 self._refuse_in_time(round_, name)
             round_.reasons.setdefault(name, reason)
             return
