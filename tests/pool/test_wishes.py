@@ -55,10 +55,8 @@ def test_a_model_that_does_not_exist(pool: Pool) -> None:
     assert "not" in line
 
 
-def test_a_full_disk(pool: Pool, hub: FakeHub) -> None:
-    before = hub.downloads["model.safetensors"]
+def test_a_full_disk(pool: Pool) -> None:
     assert "disk limit" in refusal(pool, LARGE)
-    assert hub.downloads["model.safetensors"] - before < 1e5, "headers, but no weights"
     assert not list((pool.folder / "machine").rglob("*.safetensors"))
 
 
