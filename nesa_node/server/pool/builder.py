@@ -399,7 +399,7 @@ class PoolBuilder:
                 model=name,
                 span=str(span),
                 machines=[f"{each.peer[-8:]} {each.span} {each.quant_type}" for each in plan.spans],
-                seconds_per_token=round(plan.step_s, 4),
+                step_s=round(plan.step_s, 4),
             )
 
     def _machines_for(self, round_: _Round, name: str) -> list[PoolMachine]:
