@@ -309,7 +309,10 @@ class PoolMember:
 
     async def close(self) -> None:
         """Stop all nodes, wait for their end, and withdraw the offer."""
-        await self._running.close()
+        # Not cancelled: a node that is being stopped would be left behind.
+        for released in self._cancel.values():
+            released.set()
+        await self._running.join()
         try:
             async with asyncio.timeout(5.0):
                 fields = self._offer_fields() | {"models": ()}

@@ -43,6 +43,12 @@ class TaskSet:
         self._tasks.add(task)
         task.add_done_callback(self._finished)
 
+    async def join(self) -> None:
+        """Start no more tasks, and wait for the end of the running ones."""
+        self._closed = True
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
     async def close(self) -> None:
         """Cancel all tasks and wait for their end, including tasks that they start meanwhile."""
         self._closed = True

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -131,6 +132,35 @@ async def test_what_the_operator_forbids_is_refused(
     assert words in refusal.reason
     await member._apply(())
     assert member._refusals == {}
+
+
+async def test_a_node_that_is_being_stopped_is_waited_for_at_the_end(
+    own: Identity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str] = []
+
+    class Child:
+        def __init__(self, assigned: AssignedSpan, *_: object) -> None:
+            self.assigned = assigned
+
+        async def run(self) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.05)
+                stopped.append(self.assigned.model)
+
+    monkeypatch.setattr(pool_member, "ChildNode", Child)
+    monkeypatch.setattr(PoolMember, "_offer_fields", lambda _: {})
+    notices: Any = ScriptedNotices()
+    monkeypatch.setattr(notices, "publish", AsyncMock(), raising=False)
+    member = make_member(own, notices, tmp_path)
+    await member._apply((span("org/one"), span("org/two")))
+    await asyncio.sleep(0.01)
+    await member._apply((span("org/one"),))  # releases the second
+    await asyncio.sleep(0.01)
+    await member.close()
+    assert sorted(stopped) == ["org/one", "org/two"]
 
 
 async def test_loads_in_an_hour_are_limited(
