@@ -30,12 +30,13 @@ from nesa_node.routing.placement.building import (
 from nesa_node.routing.succession import LeaseTerms
 from nesa_node.server.node.daemon import StoppedError, join_swarm
 from nesa_node.server.node.invitation import check_ready_file, ready_file, ready_file_fields
-from nesa_node.server.node.metrics import daemon_source, model_source
+from nesa_node.server.node.metrics import daemon_source
 from nesa_node.server.node.shutdown import Shutdown, stop_signals
-from nesa_node.server.orchestrator.launch import LEASE_GRACE_FRACTION, OnHistory, orchestrate
+from nesa_node.server.orchestrator.launch import LEASE_GRACE_FRACTION, OnHistory
 from nesa_node.server.pool.demand import Demand, least_busy
 from nesa_node.server.pool.machines import may_be_held, pool_machine
 from nesa_node.server.pool.models import describe_model, open_pool_model
+from nesa_node.server.pool.planners import PlanningTerms, SwarmPlanners
 from nesa_node.server.pool.speeds import MachineSpeeds
 from nesa_node.swarm.dht.pool_notices import (
     MAX_LISTED_SWARMS,
@@ -70,7 +71,6 @@ UNSEEN_S = 60.0
 """Time for which a machine is believed to serve a model before its node is seen."""
 START_TIMEOUT_S = 180.0
 """Time that an assigned machine has to show the model in its offer, before it counts as lost."""
-ONLY_MODEL_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,8 @@ class PoolBuilder:
         on_history: OnHistory | None = None,
         metric_sources: MetricRegistry | None = None,
     ) -> None:
-        self._on_history = on_history
         own = swarm.identity.peer_id
-        self._config, self._swarm, self._metric_sources = config, swarm, metric_sources
+        self._config, self._swarm = config, swarm
         allowed = (*config.allow_orchestrators, own) if config.allow_orchestrators else ()
         self._lease = LeaseKeeper(
             swarm.notices,
@@ -166,9 +165,7 @@ class PoolBuilder:
         self._demand: dict[str, Demand] = {}
         self._speeds = MachineSpeeds(swarm)
         self._wanted_since: dict[str, float] = {}
-        self._only_model: set[ModelId] = set()
-        self._next_lookup = 0.0
-        self._planners: dict[ModelId, asyncio.Task[None]] = {}
+        self._planners = SwarmPlanners(config, swarm, on_history, metric_sources)
 
     async def run(self) -> None:
         """Run rounds until cancelled; errors are logged."""
@@ -189,9 +186,7 @@ class PoolBuilder:
 
     async def close(self) -> None:
         """Stop planning, and release the lease."""
-        for task in self._planners.values():
-            task.cancel()
-        await asyncio.gather(*self._planners.values(), return_exceptions=True)
+        await self._planners.close()
         try:
             async with asyncio.timeout(5.0):
                 await self._lease.release()
@@ -530,39 +525,14 @@ class PoolBuilder:
             reason="".join(char for char in reason if char.isprintable())[:240],
         )
 
-    async def _find_only_model(self) -> set[ModelId]:
-        """The model that is served, if it is only one; looked up now and then."""
-        if time.monotonic() >= self._next_lookup:
-            self._next_lookup = time.monotonic() + ONLY_MODEL_INTERVAL_S
-            records = await self._swarm.directory.fetch_all()
-            served = {ModelId(record.model_id) for record in records}
-            self._only_model = served if len(served) == 1 else set()
-        return self._only_model
-
     async def _plan_placements(self, round_: _Round | None) -> None:
-        """Plan the placement of each built swarm, without any of the only model that is served."""
-        wanted = () if round_ is None else round_.wanted
-        built = {self._models[name].model_id for name in wanted if name in self._models}
-        if not wanted:
-            built = await self._find_only_model()
-        for model_id in list(self._planners):
-            if model_id not in built or self._planners[model_id].done():
-                self._planners.pop(model_id).cancel()
-        for model_id in built - self._planners.keys():
-            self._planners[model_id] = asyncio.create_task(
-                self._plan_model(model_id), name=f"orchestrator of {model_id}"
-            )
-
-    async def _plan_model(self, model_id: ModelId) -> None:
-        sources = self._metric_sources or MetricRegistry()
-        with sources.registered(model_source(self._swarm, model_id)):
-            await orchestrate(
-                self._config,
-                self._swarm,
-                model_id,
-                on_history=self._on_history,
-                metric_sources=self._metric_sources,
-            )
+        """Have the placement of each built swarm planned, with its replicas and goal."""
+        built = {}
+        for name, wanted in ({} if round_ is None else round_.wanted).items():
+            if name in self._models:
+                terms = PlanningTerms(self._demand[name].replicas, wanted.goal)
+                built[self._models[name].model_id] = terms
+        await self._planners.follow(built)
 
 
 def _serving_nodes(round_: _Round, name: str) -> dict[PeerId, tuple[HeldModel, NodeState]]:
