@@ -66,7 +66,7 @@ def chance_here(here_TN: Bools, seen_T: Bools, ahead: int = SLOTS_AHEAD) -> Floa
     fewer than `_MIN_DAYS` days nodes keep their state. 1 <= `ahead` <= 140.
     """
     last = len(here_TN) - 1
-    now_N = here_TN[last]
+    now_N: Bools = here_TN[last]
     past = last - SLOTS_PER_DAY * np.arange(1, PAST_DAYS + 1)[:, None]
     past = (past + np.arange(-_AROUND, _AROUND + 1)).ravel()
     past = past[past >= 0]

@@ -635,7 +635,7 @@ async def test_a_replica_is_placed_before_the_nodes_of_the_evening_leave(tmp_pat
             rng=random.Random(1),
         )
         await _lead(lease)
-        published = {}
+        published: dict[int, PlacementNotice] = {}
         for minutes in range(-180, 0, 10):
             now = _evening(minutes)
             moved = [move for each in published.values() for move in each.moves]
