@@ -18,6 +18,7 @@ from nesa_node.core.decision_log import LoggedDecision
 _TRIGGER_LABELS = {
     "hole": "unserved blocks",
     "replicas": "missing replicas",
+    "ahead": "blocks that are likely to lose all holders within the hour",
     "gain": "a gain that lasts",
     "spread": "blocks that are exposed to a failure domain",
 }

@@ -222,6 +222,7 @@ def _print_moves(console: Console, moves: RebalancePlan) -> None:
     why = {
         "hole": "unserved blocks",
         "replicas": "missing replicas",
+        "ahead": moves.forecast,
         "gain": f"a gain of {moves.gain:.0%} that pays back in {_format_duration(moves.payback_s)}",
         "spread": "blocks that are exposed to a failure domain",
         "none": "",

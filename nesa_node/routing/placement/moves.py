@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal
 
 import numpy as np
@@ -14,8 +15,9 @@ from nesa_node.routing.placement.placement_problem import Assignment, PlacementP
 from nesa_node.routing.placement.score import Goal, PlacementScore
 from nesa_node.topology.snapshot import NodeState
 
-MoveReason = Literal["hole", "replicas", "gain", "spread", "none"]
-"""Blocks without a holder; missing replicas; a lower cost; blocks exposed to a failure domain."""
+MoveReason = Literal["hole", "replicas", "ahead", "gain", "spread", "none"]
+"""Blocks without a holder; missing replicas; blocks that soon lose all holders; a lower cost;
+blocks exposed to a failure domain."""
 
 MAX_SPREAD_COST = 0.05
 """Largest share by which spreading holders over failure domains may raise latency, and the time
@@ -68,7 +70,7 @@ class RebalancePlan:
 
     `gain`: share of the goal's cost that all moves save, inf if there was no chain before.
     `cost_s`: seconds of the whole swarm's work lost to the moves. `refused`: text on what was found
-    but not planned; empty if there is nothing.
+    but not planned; empty if there is nothing. `forecast`: the blocks that moves ahead are for.
     """
 
     goal: Goal
@@ -78,6 +80,7 @@ class RebalancePlan:
     after: PlacementScore
     cost_s: float
     refused: str = ""
+    forecast: str = ""
 
     @property
     def gain(self) -> float:
@@ -122,6 +125,34 @@ def move_cost(
     cache_bytes = cache_tokens * costs.cache_bytes * len(before)
     load_s = load_bytes / costs.load_bytes_per_s + costs.restart_s
     return load_bytes, load_s, cache_tokens, cache_bytes / costs.hand_over_bytes_per_s
+
+
+def describe_lost(
+    instance: PlacementProblem, assignment: Assignment, leaving: Mapping[int, float]
+) -> str:
+    """The blocks that lose all holders with the `leaving` nodes, and when (seconds since the epoch)
+    the last of these leaves: the longest run of blocks with as many holders."""
+    blocks = instance.problem.num_blocks
+    holders_B = assignment.count_holders_B(blocks) + instance.others.holders_B
+    staying_B = assignment.without(leaving).count_holders_B(blocks) + instance.others.holders_B
+    until_B = np.zeros(blocks)
+    for node, at_s in leaving.items():
+        span = assignment.span(node)
+        until_B[span.start : span.end] = np.maximum(until_B[span.start : span.end], at_s)
+    lost = np.flatnonzero((holders_B > 0) & (staying_B == 0)).tolist()
+    runs: list[Span] = []
+    for block in lost:
+        if runs and runs[-1].end == block and holders_B[block - 1] == holders_B[block]:
+            runs[-1] = Span(runs[-1].start, block + 1)
+        else:
+            runs.append(Span(block, block + 1))
+    if not runs:
+        return ""
+    first = max(runs, key=len)
+    count, at_s = holders_B[first.start], until_B[first.start : first.end].max()
+    when = datetime.fromtimestamp(at_s, UTC)
+    more = f", {len(lost) - len(first)} more blocks theirs" if len(lost) > len(first) else ""
+    return f"blocks {first} lose {count} of {count} holders about {when:%H:%M} UTC{more}"
 
 
 def swarm_seconds_lost(instance: PlacementProblem, nodes: Mapping[int, float]) -> float:

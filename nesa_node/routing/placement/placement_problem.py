@@ -7,7 +7,7 @@ that planners fill every node and choose only the start of its span.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -151,6 +151,12 @@ class Assignment:
         """A copy with another span for `node`."""
         starts_N, ends_N = self.starts_N.copy(), self.ends_N.copy()
         starts_N[node], ends_N[node] = span.start, span.end
+        return Assignment(starts_N, ends_N)
+
+    def without(self, nodes: Collection[int]) -> Assignment:
+        """A copy in which `nodes` hold nothing."""
+        starts_N, ends_N = self.starts_N.copy(), self.ends_N.copy()
+        starts_N[[*nodes]] = ends_N[[*nodes]] = 0
         return Assignment(starts_N, ends_N)
 
 

@@ -2,13 +2,14 @@
 
 Losses are repaired at once: blocks without a holder, then missing replicas. Other moves need a
 minimum gain (`RebalancePolicy`), or spread the holders of blocks that one failure domain could take
-(`spread.py`). The paper's R has no such threshold and moves at every network change.
+(`spread.py`). The paper's R has no such threshold and moves at every network change. Blocks that
+are likely to lose all holders soon get another one ahead, where that leaves no block worse today.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from nesa_node.routing.placement.moves import (
     MoveReason,
     PlannedMove,
     RebalancePlan,
+    describe_lost,
     move_cost,
     relative_gain,
     schedule_waves,
@@ -66,6 +68,7 @@ def rebalance(
     costs: MoveCosts | None = None,
     pinned: frozenset[PeerId] = frozenset(),
     start: Assignment | None = None,
+    leaving: Mapping[PeerId, float] | None = None,
 ) -> RebalancePlan:
     """The moves that improve the placement recorded in `snapshot`; `pinned` nodes never move.
 
@@ -73,11 +76,19 @@ def rebalance(
     After a loss the plan contains only repairs; gains are considered in the next snapshot, and
     spreading where nothing is gained. No gain exposes more blocks to a failure domain. `start`:
     an assignment (of a schema) whose best chains are tried first; in large swarms it replaces the
-    search for pipelines.
+    search for pipelines. `leaving`: nodes that are likely to leave soon, and when (seconds since
+    the epoch).
     """
     instance = make_placement_problem(snapshot, requests, replicas=replicas)
     return rebalance_problem(
-        snapshot, instance, goal=goal, policy=policy, costs=costs, pinned=pinned, start=start
+        snapshot,
+        instance,
+        goal=goal,
+        policy=policy,
+        costs=costs,
+        pinned=pinned,
+        start=start,
+        leaving=leaving,
     )
 
 
@@ -90,11 +101,17 @@ def rebalance_problem(
     costs: MoveCosts | None = None,
     pinned: frozenset[PeerId] = frozenset(),
     start: Assignment | None = None,
+    leaving: Mapping[PeerId, float] | None = None,
 ) -> RebalancePlan:
     """The same where the placement problem of `snapshot` is known."""
     policy, costs = policy or RebalancePolicy(), costs or MoveCosts()
     fixed = frozenset(row for row, peer in enumerate(instance.problem.peers) if peer in pinned)
-    search = RebalanceSearch(snapshot, instance, goal, policy, costs, fixed, start)
+    left = {
+        row: leaving[peer]
+        for row, peer in enumerate(instance.problem.peers)
+        if leaving and peer in leaving
+    }
+    search = RebalanceSearch(snapshot, instance, goal, policy, costs, fixed, start, left)
     deficit = instance.current_assignment().deficit(instance)
     nothing = None
     if deficit.replicas:
@@ -103,6 +120,8 @@ def rebalance_problem(
             return mended
         # Without moves, report the missing replicas rather than the gain that was too small.
         nothing = mended
+    if (ahead := search.plan_ahead()) is not None:
+        return ahead
     gained = search.plan_gains()
     if gained.moves:
         return gained
@@ -142,6 +161,8 @@ class RebalanceSearch:
     pinned_nodes: frozenset[int]
     """Indices of nodes that must not move."""
     start: Assignment | None = None
+    leaving: Mapping[int, float] = field(default_factory=dict)
+    """Indices of nodes that are likely to leave, and when (seconds since the epoch)."""
 
     def plan_repairs(self) -> RebalancePlan:
         """Moves that repair missing blocks and replicas, smallest load first."""
@@ -171,6 +192,45 @@ class RebalanceSearch:
         left = f"{deficit.replicas} replicas are still missing" if deficit.replicas else ""
         return self._make_plan(now, assignment, moving, trigger, before, left)
 
+    def plan_ahead(self) -> RebalancePlan | None:
+        """Moves after which fewer blocks lose all holders with the nodes that are likely to leave;
+        None without any. No move takes a holder or a replica of which too few are there now."""
+        now = self.instance.current_assignment()
+        assignment, moving = now, list[int]()
+        while len(moving) < self.policy.max_moves and self._lost_blocks(assignment):
+            step = self._step_ahead(now, assignment, moving)
+            if step is None:
+                break
+            moving.append(step[0])
+            assignment = step[1]
+        if not moving:
+            return None
+        before = score_assignment(self.instance, now)
+        plan = self._make_plan(now, assignment, moving, "ahead", before, "")
+        return replace(plan, forecast=describe_lost(self.instance, now, self.leaving))
+
+    def _step_ahead(
+        self, now: Assignment, assignment: Assignment, moving: Sequence[int]
+    ) -> tuple[int, Assignment] | None:
+        """The move of one more node that keeps most blocks from losing all holders."""
+        staying = assignment.without(self.leaving)
+        deficit = staying.deficit(self.instance)
+        for node, kept in self._repairing_moves(staying, deficit, [*moving, *self.leaving]):
+            if kept.deficit(self.instance).holes >= deficit.holes:
+                break
+            moved = assignment.with_span(node, kept.span(node))
+            if moved.deficit(self.instance) > assignment.deficit(self.instance):
+                continue
+            if len(self._waves_by_node(now, moved, [*moving, node])) == len(moving) + 1:
+                return node, moved
+        return None
+
+    def _lost_blocks(self, assignment: Assignment) -> int:
+        """Blocks without a holder when the nodes that are likely to leave have left, if any are."""
+        if not self.leaving:
+            return 0
+        return assignment.without(self.leaving).deficit(self.instance).holes
+
     def plan_gains(self) -> RebalancePlan:
         """The moves with the largest net gain, if it passes the policy."""
         now = self.instance.current_assignment()
@@ -183,6 +243,8 @@ class RebalanceSearch:
             if len(found.moves) < len(moving) or found.after.deficit > before.deficit:
                 continue
             if found.after.exposed > before.exposed:
+                continue
+            if self._lost_blocks(assignment) > self._lost_blocks(now):
                 continue
             if found.gain > 0 and (best is None or self._net_gain(found) > self._net_gain(best)):
                 best = found
@@ -206,6 +268,8 @@ class RebalanceSearch:
             fixed = self.pinned_nodes | {*moving}
             for node, spread in spreading_moves(self.instance, assignment, self.goal, fixed):
                 found = self._make_plan(now, spread, [*moving, node], "spread", before, "")
+                if self._lost_blocks(spread) > self._lost_blocks(now):
+                    continue
                 if len(found.moves) > len(moving) and found.spreads:
                     best, assignment = found, spread
                     moving.append(node)

@@ -11,6 +11,7 @@ from typing import Any
 
 from nesa_node.core.decision_log import LoggedDecision
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.placement.moves import RebalancePlan
 from nesa_node.server.orchestrator.learner import LearnedExponents
@@ -18,6 +19,7 @@ from nesa_node.server.orchestrator.planner import PlacementDecision
 from nesa_node.server.orchestrator.snapshot_store import SnapshotStore
 from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.topology.changes.triggers import HistoryEntry, Trigger, trigger_readings
+from nesa_node.topology.forecast import forecast_departures
 from nesa_node.topology.report import topology_report
 from nesa_node.topology.shape.stability import MAX_HEIGHTS, connection_heights
 from nesa_node.topology.snapshot import Snapshot, snapshot_digest
@@ -96,6 +98,19 @@ class History:
             self._store.add(look, snapshot, always=eventful)
         except (OSError, ValueError) as error:
             log.warning("snapshot_not_stored", reason=str(error))
+
+    def forecast(self, snapshot: Snapshot) -> dict[PeerId, float]:
+        """The nodes that are likely to leave within the hour, and when (seconds since the epoch);
+        none without a store of some days, or if it is unreadable, which is logged."""
+        if self._store is None:
+            return {}
+        peers = [node.peer_id for node in (*snapshot.nodes, *snapshot.joining)]
+        try:
+            here_TN, seen_T = self._store.presence(peers, snapshot.taken_at)
+        except ConfigError as error:
+            log.warning("departures_not_forecast", reason=str(error))
+            return {}
+        return forecast_departures(peers, here_TN, seen_T, snapshot.taken_at)
 
     def document(self) -> dict[str, Any] | None:
         """`topology_report` of the latest snapshot; None without one."""

@@ -178,7 +178,10 @@ async def orchestrate(
         partial(believed.fetch, model_id),
         planner
         or Rebalancer(
-            goal=config.placement_goal, replicas=config.replicas, library=learner.library
+            goal=config.placement_goal,
+            replicas=config.replicas,
+            library=learner.library,
+            forecast=history.forecast,
         ),
         decisions=decisions,
         history=history,

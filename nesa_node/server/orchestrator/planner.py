@@ -225,8 +225,8 @@ class PlacementPlanner(Protocol):
 
 
 class Rebalancer:
-    """Repairs losses at once, and moves for a gain, or to spread holders over failure domains, only
-    where a plan stays better for a while.
+    """Repairs losses at once, and ahead of a forecast; moves for a gain, or to spread holders over
+    failure domains, only where a plan stays better for a while.
 
     The best of many plans on one noisy measurement always looks good. A plan is therefore kept, and
     its gain measured on the snapshots that follow. The full planner runs only where there is a
@@ -242,10 +242,13 @@ class Rebalancer:
         costs: MoveCosts | None = None,
         sensitivity: Sensitivity | None = None,
         library: Callable[[], SchemaLibrary | None] = lambda: None,
+        forecast: Callable[[Snapshot], Mapping[PeerId, float]] = lambda _: {},
         plan_interval_s: float = PLAN_INTERVAL_S,
         plan_triggers: frozenset[TriggerName] = PLAN_TRIGGERS,
     ) -> None:
-        """`library` returns the known schemas, called for every full plan in the deciding thread.
+        """`library` returns the known schemas, `forecast` the nodes that are likely to leave within
+        the hour, and when (seconds since the epoch); both are called for every full plan in the
+        deciding thread.
 
         With a `plan_interval_s` of 0 every snapshot is planned.
         """
@@ -257,6 +260,7 @@ class Rebalancer:
         self._pending_plan: RebalancePlan | None = None
         self._pending_looks = 0
         self._library = library
+        self._forecast = forecast
         self._plan_interval_s = plan_interval_s
         self._plan_triggers = plan_triggers
         self._last: LastPlan | None = None
@@ -339,7 +343,7 @@ class Rebalancer:
             "a trigger or a loss"
         )
         stands = last.decision
-        if stands.trigger in ("hole", "replicas") and held_spans(snapshot) == last.held:
+        if stands.trigger in ("hole", "replicas", "ahead") and held_spans(snapshot) == last.held:
             return replace(stands, triggers=report.triggers, planning=planning)
         before = score_assignment(room, room.current_assignment()) if kept is None else kept.before
         if kept is not None and self._is_good(kept):
@@ -381,6 +385,7 @@ class Rebalancer:
             costs=self._costs,
             pinned=frozenset(node.peer_id for node in snapshot.nodes if not node.movable),
             start=start,
+            leaving=self._leaving(snapshot),
         )
         if found.trigger not in ("gain", "spread"):
             self._pending_plan = None
@@ -390,6 +395,14 @@ class Rebalancer:
         return self._describe(
             no_moves(found.before, self._goal, _pending_reason(found)), report, planning
         )
+
+    def _leaving(self, snapshot: Snapshot) -> Mapping[PeerId, float]:
+        """The nodes that are likely to leave; none where no node followed the last moves ahead, so
+        that other moves are planned in turns with these."""
+        last = self._last
+        if last and last.decision.trigger == "ahead" and last.held == held_spans(snapshot):
+            return {}
+        return self._forecast(snapshot)
 
     def _pending_layout(self, room: PlacementProblem) -> Assignment | None:
         """The swarm after the pending moves; None if a node is gone or has another span."""
@@ -483,6 +496,7 @@ def _describe_reason(moves: RebalancePlan, report: ChangeReport) -> str:
         "none": moves.refused or "nothing better was found",
         "hole": "blocks without a holder",
         "replicas": "replicas are missing",
+        "ahead": moves.forecast,
         "gain": f"{_finite_gain(moves.gain):.0%} of the {moves.goal}'s cost is gained",
         "spread": moves.describe_spread(),
     }[moves.trigger]

@@ -2,21 +2,30 @@
 restart.
 
 A snapshot is kept if it differs from the last one kept, or after ten minutes. The triggers' values
-of every snapshot are kept as *looks* of a few hundred bytes. Both are bounded; the oldest are
+of every snapshot are kept as *looks* of a few hundred bytes. *Presence* is which nodes were
+here, once in ten minutes of two weeks, in eight bytes per node. All are bounded; the oldest are
 deleted first.
+
+T slots of ten minutes, the last one now; N nodes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from nesa_node.core.arrays import Bools
 from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import PeerId
 from nesa_node.topology.changes.triggers import HistoryEntry
+from nesa_node.topology.forecast import PAST_SLOTS, slot_of
 from nesa_node.topology.snapshot import Snapshot, snapshots_differ
 from nesa_node.topology.snapshot_json import (
     MAX_SNAPSHOT_BYTES,
@@ -30,6 +39,9 @@ MAX_LOOKS = 10_000
 MAX_GAP_S = 600.0
 """Longest time between two kept snapshots, even without changes."""
 _MAX_LOOK_BYTES = 1 << 16
+_MAX_PRESENT = 4096
+"""Nodes of one slot of presence; no orchestrator reads as many records of a model."""
+_KEY_BYTES = 8
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _LOCK_TIMEOUT_S = 2.0
 _TABLES = """
@@ -44,6 +56,10 @@ create table if not exists looks (
     number integer primary key autoincrement,
     at real not null,
     body blob not null
+);
+create table if not exists presence (
+    slot integer primary key,
+    peers blob not null
 );
 """
 
@@ -80,6 +96,7 @@ class SnapshotStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as database, database:
                 self._write_look(database, look)
+                self._write_presence(database, snapshot)
                 if keep:
                     self._write_snapshot(database, snapshot, body)
         except sqlite3.Error as error:
@@ -109,6 +126,33 @@ class SnapshotStore:
                 f"{self.path} holds a look that cannot be read: {error}; delete the file"
             ) from error
 
+    def presence(self, peers: Sequence[PeerId], now_s: float) -> tuple[Bools, Bools]:
+        """Whether each of `peers` was here, [T, N], and whether there was a look, [T], in the past
+        two weeks' slots. In the last one, which is now, all are here. Raises `ConfigError` for what
+        cannot be read."""
+        now = slot_of(now_s)
+        here_TN = np.zeros((PAST_SLOTS + 1, len(peers)), dtype=np.bool_)
+        seen_T = np.zeros(PAST_SLOTS + 1, dtype=np.bool_)
+        here_TN[-1] = seen_T[-1] = True
+        if not self.path.exists():
+            return here_TN, seen_T
+        keys_N = _peer_keys(peers)
+        with _open_read_only(self.path) as database:
+            if not database.execute(
+                "select 1 from sqlite_master where name = 'presence' and type = 'table'"
+            ).fetchall():
+                return here_TN, seen_T  # a store of an earlier version
+            rows = database.execute(
+                "select slot, peers from presence where slot >= ? and slot < ? "
+                "and typeof(peers) = 'blob' and length(peers) <= ? and length(peers) % ? = 0",
+                (now - PAST_SLOTS, now, _MAX_PRESENT * _KEY_BYTES, _KEY_BYTES),
+            )
+            for slot, blob in rows:
+                row = int(slot) - now + PAST_SLOTS
+                seen_T[row] = True
+                here_TN[row] = np.isin(keys_N, np.frombuffer(blob, dtype="<u8"))
+        return here_TN, seen_T
+
     def _is_new(self, snapshot: Snapshot) -> bool:
         last = self._last
         if last is None or abs(snapshot.taken_at - last.taken_at) >= self._max_gap_s:
@@ -121,6 +165,21 @@ class SnapshotStore:
         database.execute(
             "delete from looks where number <= (select max(number) from looks) - ?",
             (self._max_looks,),
+        )
+
+    def _write_presence(self, database: sqlite3.Connection, snapshot: Snapshot) -> None:
+        """Write which nodes are here, at the first look of a slot that sees any."""
+        here = [node.peer_id for node in (*snapshot.nodes, *snapshot.joining)][:_MAX_PRESENT]
+        if not here:
+            return
+        database.execute(
+            "insert or ignore into presence (slot, peers) values (?, ?)",
+            (slot_of(snapshot.taken_at), _peer_keys(here).tobytes()),
+        )
+        database.execute(
+            "delete from presence where slot <= "
+            "(select slot from presence order by slot desc limit 1 offset ?)",
+            (PAST_SLOTS,),
         )
 
     def _write_snapshot(
@@ -143,6 +202,12 @@ class SnapshotStore:
         with closing(sqlite3.connect(self.path, timeout=_LOCK_TIMEOUT_S)) as database:
             database.executescript(_TABLES)
             yield database
+
+
+def _peer_keys(peers: Sequence[PeerId]) -> NDArray[np.uint64]:
+    """The first eight bytes of the SHA-256 of each id, [N]."""
+    digests = b"".join(hashlib.sha256(peer.encode()).digest()[:_KEY_BYTES] for peer in peers)
+    return np.frombuffer(digests, dtype="<u8")
 
 
 def snapshots_path(folder: Path, model_id: str) -> Path:

@@ -34,6 +34,7 @@ from nesa_node.server.orchestrator.planner import (
     apply_moves,
     score_swarm,
 )
+from nesa_node.server.orchestrator.snapshot_store import SnapshotStore
 from nesa_node.swarm.dht.sealing import MAX_MAGNITUDE, AnnouncedMove, PlacementNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notice_store import LeaseKeeper
@@ -589,3 +590,97 @@ def test_worth_of_a_swarm_with_holes_is_nothing() -> None:
 def test_reasons_that_differ_in_numbers_only_are_told_once() -> None:
     assert is_same_reason("12% could be gained", "3.5% could be gained")
     assert not is_same_reason("12% could be gained", "replicas are missing")
+
+
+EVENING_S = 10_000 * 86_400.0 + 18 * 3600.0
+HOMES = PEERS[3:5]
+
+
+def _evening(minutes: float, day: int = 0, *, homes: bool = True) -> Snapshot:
+    """Three nodes hold the first half, two that are here until 18:00 the second."""
+    snapshot = _nodes((0, 10), (0, 10), (0, 10), (10, 20), (10, 20), max_blocks=10)
+    snapshot = replace(snapshot, taken_at=EVENING_S + day * 86_400.0 + minutes * 60)
+    return snapshot if homes else snapshot.without_peers(*map(PeerId, HOMES))
+
+
+def _history_of_evenings(path: Path, *, habits: bool = True) -> History:
+    """Five days' looks from 15:00 to 21:00, at which the homes leave, or stay."""
+    history = History(SnapshotStore(path))
+    for day in range(-5, 0):
+        for minutes in range(-180, 180, 10):
+            seen = _evening(minutes, day, homes=minutes < 0 or not habits)
+            history.record(seen, None, None, leads=False)
+    return history
+
+
+async def test_a_replica_is_placed_before_the_nodes_of_the_evening_leave(tmp_path: Path) -> None:
+    async with local_swarm(tmp_path, 1) as (boss,):
+        history, decisions = _history_of_evenings(tmp_path / "m.db"), DecisionLog(tmp_path / "d.db")
+        snapshot = _evening(-180)
+        lease = LeaseKeeper(
+            boss.notices, boss.identity.peer_id, MODEL, clock=time.time, terms=QUICK
+        )
+
+        async def look() -> Snapshot:
+            return snapshot
+
+        orchestrator = Orchestrator(
+            boss.notices,
+            lease,
+            MODEL,
+            look,
+            Rebalancer(forecast=history.forecast),
+            decisions=decisions,
+            history=history,
+            rng=random.Random(1),
+        )
+        await _lead(lease)
+        published: dict[int, PlacementNotice] = {}
+        for minutes in range(-180, 0, 10):
+            now = _evening(minutes)
+            moved = [move for each in published.values() for move in each.moves]
+            snapshot = apply_moves(now, moved)
+            if (placement := await orchestrator.step()) is not None:
+                published[minutes] = placement
+        ((minutes, placement),) = published.items()
+        assert -60 <= minutes < -20
+        assert placement.trigger == "ahead"
+        assert placement.reason.startswith("blocks 10:20 lose 2 of 2 holders about 1")
+        (move,) = placement.moves
+        assert (move.previous_span, move.span) == (Span(0, 10), Span(10, 20))
+        assert min(apply_moves(_evening(0), placement.moves).coverage()) == 2
+        assert min(apply_moves(_evening(0, homes=False), placement.moves).coverage()) == 1
+        (entry,) = decisions.find(placement.name)
+        assert entry.body["trigger"] == "ahead"
+
+
+def _moves_of_an_afternoon(rebalancer: Rebalancer) -> list[PlacementDecision]:
+    decided = [rebalancer.decide(_evening(minutes)) for minutes in range(-180, 0, 20)]
+    return [decision for decision in decided if decision.moves]
+
+
+def test_without_habits_or_history_nothing_moves_more(tmp_path: Path) -> None:
+    for name, habits in (("habits", True), ("none", False)):
+        history = _history_of_evenings(tmp_path / f"{name}.db", habits=habits)
+        moves = _moves_of_an_afternoon(Rebalancer(forecast=history.forecast))
+        assert bool(moves) == habits
+    empty = History(SnapshotStore(tmp_path / "empty.db"))
+    assert _moves_of_an_afternoon(Rebalancer(forecast=empty.forecast)) == []
+    assert _moves_of_an_afternoon(Rebalancer()) == []
+
+
+def test_moves_ahead_that_no_node_follows_take_turns_with_other_plans(
+    full_plans: list[float],
+) -> None:
+    asked: list[float] = []
+
+    def forecast(snapshot: Snapshot) -> dict[PeerId, float]:
+        asked.append(snapshot.taken_at)
+        return {PeerId(peer): 3600.0 for peer in HOMES}
+
+    decisions = _looks(Rebalancer(forecast=forecast), _evening(0), *range(0, 1830, 30))
+    planned = [each.trigger for each in decisions if each.planning.startswith("planned")]
+    assert full_plans == [0.0, 600.0, 1200.0, 1800.0]
+    assert planned == ["ahead", "none", "ahead", "none"]
+    assert asked == [0.0, 1200.0]
+    assert all(each.moves == decisions[0].moves for each in decisions[:20])

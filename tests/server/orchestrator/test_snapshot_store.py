@@ -12,7 +12,7 @@ import pytest
 
 from nesa_node.cli.app import run_command
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.ids import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.server.orchestrator.history import History
 from nesa_node.server.orchestrator.planner import Rebalancer
 from nesa_node.server.orchestrator.snapshot_store import (
@@ -22,6 +22,7 @@ from nesa_node.server.orchestrator.snapshot_store import (
     snapshots_path,
 )
 from nesa_node.topology.changes.triggers import HistoryEntry
+from nesa_node.topology.forecast import PAST_SLOTS, slot_of
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import Snapshot
@@ -161,6 +162,65 @@ def test_looks_of_a_hostile_store_are_checked(tmp_path: Path) -> None:
     path = _broken(tmp_path / "model.db", 'update looks set body = cast(\'{"at": "x"}\' as blob)')
     with pytest.raises(ConfigError, match="look"):
         SnapshotStore(path).looks(5)
+
+
+def test_presence_is_that_of_the_first_look_of_ten_minutes(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path / "model.db")
+    first = world(200)  # a slot begins at 1e9 + 200
+    peers = [node.peer_id for node in first.nodes]
+    away = replace(world(1400), nodes=first.nodes[1:], joining=())
+    loading = replace(world(2000), nodes=first.nodes[1:], joining=first.nodes[:1])
+    for snapshot in (first, replace(away, taken_at=1e9 + 799), away, loading):
+        store.add(look(snapshot), snapshot)
+    store.add(look(world(2600)), replace(world(2600), nodes=(), joining=()))
+    here_TN, seen_T = store.presence(peers[:2], 1e9 + 3300)
+    assert here_TN.shape == (PAST_SLOTS + 1, 2)
+    assert seen_T.nonzero()[0].tolist() == [PAST_SLOTS - each for each in (5, 3, 2, 0)]
+    assert here_TN[seen_T].tolist() == [[True, True], [False, True], [True, True], [True, True]]
+    assert not here_TN[~seen_T].any()
+    assert store.presence([PeerId("new")], 1e9 + 3300)[0].sum() == 1
+    # Another orchestrator's clock may be late: what comes after is not read.
+    assert store.presence(peers, 1e9 + 200)[1].sum() == 1
+
+
+def test_presence_of_two_weeks_is_kept(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path / "model.db")
+    store.add(look(world()), world())
+    with sqlite3.connect(store.path) as database:
+        before = slot_of(1e9)
+        rows = [(before - 1 - each, b"x" * 8) for each in range(PAST_SLOTS + 20)]
+        database.executemany("insert into presence values (?, ?)", rows)
+    store.add(look(world(800)), world(800))
+    with sqlite3.connect(store.path) as database:
+        ((count, oldest),) = database.execute("select count(*), min(slot) from presence")
+    database.close()
+    assert count == PAST_SLOTS
+    assert oldest > before - 1 - PAST_SLOTS
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "drop table presence",  # as before it was kept
+        "update presence set peers = 'text'",
+        "update presence set peers = zeroblob(12)",
+        "update presence set peers = zeroblob(100000000)",
+    ],
+)
+def test_presence_that_cannot_be_read_counts_as_not_seen(statement: str, tmp_path: Path) -> None:
+    store = SnapshotStore(_broken(tmp_path / "model.db", statement))
+    peers = [node.peer_id for node in world().nodes]
+    here_TN, seen_T = store.presence(peers, 1e9 + 1000)
+    assert (int(here_TN.sum()), int(seen_T.sum())) == (len(peers), 1)
+    assert History(store).forecast(world(1000)) == {}
+
+
+def test_a_broken_store_forecasts_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "model.db"
+    path.write_bytes(b"x" * 5000)
+    assert History(SnapshotStore(path)).forecast(world()) == {}
+    assert History(SnapshotStore(tmp_path / "none.db")).forecast(world()) == {}
+    assert History().forecast(world()) == {}
 
 
 def test_a_models_name_cannot_leave_the_folder(tmp_path: Path) -> None:
