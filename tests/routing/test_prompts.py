@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_a_link_takes_as_long_as_the_request_says_of_its_messages() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"prompt_tokens": -1}, {"output_tokens": 0}])
-def test_a_prompt_that_cannot_be_is_refused(fields: dict[str, int]) -> None:
+def test_a_prompt_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no prompt of"):
         ChainRequest(span=Span(0, 1), **fields)
 

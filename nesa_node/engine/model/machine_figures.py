@@ -30,13 +30,15 @@ from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.devices import (
     MAX_PREFILL_TOKENS,
+    active_fraction,
     choose_device,
+    compute_block_bytes,
     measure_throughput,
     release_memory,
 )
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint, open_folder
-from nesa_node.topology.roofline import WeightFigures
+from nesa_node.topology.roofline import BlockWork, Roofline, WeightFigures
 
 WEIGHT_KINDS: tuple[tuple[str, torch.dtype, QuantType], ...] = (
     ("bfloat16", torch.bfloat16, "none"),
@@ -183,19 +185,55 @@ def measure_once(device: torch.device, threads: int, folder: Path) -> dict[str, 
     Processes that ask at the same time wait for one measurement. The file lies in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    words = f"{name} {threads} {torch.__version__} {_FIGURES_VERSION}"
-    path = folder / f"figures-{re.sub(r'[^A-Za-z0-9]+', '-', words)}.json"
+    path = _figures_path(device, threads, folder)
     with FileLock(path.with_suffix(".lock")):
-        with suppress(OSError, ValueError, TypeError):
-            if time.time() - path.stat().st_mtime < MAX_FIGURES_AGE_S:
-                stored = json.loads(path.read_text("utf-8"))
-                return {kind: WeightFigures(**each) for kind, each in stored.items()}
+        is_fresh = path.exists() and time.time() - path.stat().st_mtime < MAX_FIGURES_AGE_S
+        if is_fresh and (stored := read_figures(device, threads, folder)):
+            return stored
         figures = measure_figures(device)
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps({kind: asdict(each) for kind, each in figures.items()}))
         draft.replace(path)
         return figures
+
+
+def read_figures(device: torch.device, threads: int, folder: Path) -> dict[str, WeightFigures]:
+    """Read what was measured on this device, at any time; empty if nothing was."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        stored = json.loads(_figures_path(device, threads, folder).read_text("utf-8"))
+        return {kind: WeightFigures(**each) for kind, each in stored.items()}
+    return {}
+
+
+def find_roofline(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    quant_type: QuantType,
+    device: torch.device,
+    folder: Path,
+) -> Roofline | None:
+    """The roofline of a model's blocks here, by figures of an earlier measurement in `folder`.
+
+    None without one: measuring takes seconds, which a node's start has not. Raises as
+    `compute_block_bytes`.
+    """
+    kind = str(dtype).removeprefix("torch.") if quant_type == "none" else quant_type
+    figures = read_figures(device, torch.get_num_threads(), folder).get(kind)
+    if figures is None:
+        return None
+    block_bytes = compute_block_bytes(checkpoint, dtype, quant_type)
+    plain_bytes = compute_block_bytes(checkpoint, dtype)
+    active = active_fraction(checkpoint)
+    read_bytes = active * sum(block_bytes) / len(block_bytes)
+    flop = active * 2 * sum(plain_bytes) / dtype.itemsize / len(plain_bytes)
+    return Roofline(figures, BlockWork(read_bytes, flop))
+
+
+def _figures_path(device: torch.device, threads: int, folder: Path) -> Path:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    words = f"{name} {threads} {torch.__version__} {_FIGURES_VERSION}"
+    return folder / f"figures-{re.sub(r'[^A-Za-z0-9]+', '-', words)}.json"
 
 
 def main() -> None:

@@ -104,7 +104,12 @@ def _planner_of(snapshot: Snapshot) -> ChainPlanner:
 
 
 def _asked(quality: str, **fields: Any) -> RouteRequest:
-    defaults = {"rows": 2, "max_tokens": 1000, "hidden_size": 512, "dtype": "float32"}
+    defaults: dict[str, Any] = {
+        "rows": 2,
+        "max_tokens": 1000,
+        "hidden_size": 512,
+        "dtype": "float32",
+    }
     options = ConnectionOptions(quality=quality)
     return RouteRequest(
         model_id=ModelId("tiny@0"), span=Span(0, 4), options=options, **(defaults | fields)

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
-from nesa_node.engine.model.machine_figures import WEIGHT_KINDS
+from nesa_node.engine.model import machine_figures
+from nesa_node.engine.model.devices import compute_block_bytes
+from nesa_node.engine.model.machine_figures import (
+    MAX_FIGURES_AGE_S,
+    WEIGHT_KINDS,
+    find_roofline,
+    measure_once,
+    read_figures,
+)
+from nesa_node.engine.weights.checkpoint import open_folder
 from nesa_node.topology.roofline import WeightFigures
+
+CPU = torch.device("cpu")
+FIGURES = {
+    "float32": WeightFigures(1e-3, 1e10, 1e12),
+    "int8": WeightFigures(2e-3, 2e10, 2e12),
+}
 
 
 @pytest.mark.timeout(240)
@@ -28,3 +47,60 @@ def test_the_program_prints_figures_of_every_kind_of_weights(tmp_path: Path) -> 
         assert 1e8 < each.flop_per_s < 1e15, kind
         assert 0 <= each.block_overhead_s < 0.1, kind
         assert not each.overlaps, kind
+
+
+def _stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that a measurement of `FIGURES` leaves."""
+    monkeypatch.setattr(machine_figures, "measure_figures", lambda _: FIGURES)
+    assert measure_once(CPU, torch.get_num_threads(), folder) == FIGURES
+    (path,) = folder.glob("*.json")
+    return path
+
+
+def test_a_node_finds_the_roofline_of_its_blocks_without_measuring(
+    tmp_path: Path, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_folder(tiny("llama"))
+
+    def found(**changes: object) -> object:
+        asked = {"dtype": torch.float32, "quant_type": "none", "device": CPU} | changes
+        return find_roofline(checkpoint, folder=tmp_path, **asked)  # type: ignore[arg-type]
+
+    assert found() is None
+    path = _stored(tmp_path, monkeypatch)
+    os.utime(path, (0, 0))
+    sizes = compute_block_bytes(checkpoint, torch.float32)
+    plain = find_roofline(
+        checkpoint, dtype=torch.float32, quant_type="none", device=CPU, folder=tmp_path
+    )
+    assert plain is not None
+    assert plain.figures == FIGURES["float32"]
+    assert plain.work.read_bytes == pytest.approx(sum(sizes) / len(sizes))
+    assert plain.work.flop == pytest.approx(2 * sum(sizes) / 4 / len(sizes))
+    small = find_roofline(
+        checkpoint, dtype=torch.float32, quant_type="int8", device=CPU, folder=tmp_path
+    )
+    assert small is not None
+    assert small.figures == FIGURES["int8"]
+    assert small.work.read_bytes < 0.5 * plain.work.read_bytes
+    assert small.work.flop == plain.work.flop
+    assert found(dtype=torch.float16) is None
+
+
+def test_an_old_or_broken_file_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _stored(tmp_path, monkeypatch)
+    threads = torch.get_num_threads()
+    assert json.loads(path.read_text()) == {kind: asdict(each) for kind, each in FIGURES.items()}
+    newer = {"float32": WeightFigures(1.0, 1.0, 1.0)}
+    monkeypatch.setattr(machine_figures, "measure_figures", lambda _: newer)
+    assert measure_once(CPU, threads, tmp_path) == FIGURES
+    for text in ("{", "[]", '{"float32": {"speed": 1}}'):
+        path.write_text(text)
+        assert read_figures(CPU, threads, tmp_path) == {}
+        assert measure_once(CPU, threads, tmp_path) == newer
+    path.write_text(json.dumps({kind: asdict(each) for kind, each in FIGURES.items()}))
+    then = path.stat().st_mtime - MAX_FIGURES_AGE_S - 10
+    os.utime(path, (then, then))
+    assert measure_once(CPU, threads, tmp_path) == newer
