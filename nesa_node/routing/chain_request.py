@@ -31,7 +31,8 @@ Chain = tuple[Visit, ...]
 
 _TIME_FIELDS = ("block_s_N", "visit_s_N", "entry_s_N", "exit_s_N", "transfer_s_NN")
 _NODE_FIELDS = (
-    *("starts_N", "ends_N", "load_N", "spare_N", "reliability_N", "stability_N"),
+    *("starts_N", "ends_N", "load_N", "spare_N", "cache_N", "pressure_N"),
+    *("reliability_N", "stability_N"),
     *("block_s_N", "visit_s_N", "entry_s_N", "exit_s_N"),
 )
 
@@ -46,9 +47,10 @@ class ChainProblem:
 
     `starts_N`, `ends_N`: the blocks that a node holds, clipped to the problem's. `visit_s_N`: fixed
     cost of a visit, failure penalties included. `load_N`: share of its time that a node is busy
-    with other sessions, 0 idle, 1 saturated. `spare_N`: G of eq. 18, free share of its memory, 0 to
-    1. `reliability_N`: R of eq. 18, probability that the node is available when needed;
-    `stability_N`: topological stability (homology), 1 if unknown.
+    with other sessions, 0 idle, 1 saturated. `spare_N`: G of eq. 18, free share of the memory with
+    the weights; `cache_N`: that of the KV cache; `pressure_N`: used share of the machine's memory,
+    in C of eq. 18, 0 if unknown. `reliability_N`: R of eq. 18, probability that the node is
+    available when needed; `stability_N`: topological stability (homology), 1 if unknown.
 
     Raises `ValueError` for other shapes, NaN, times and loads below 0, and spans outside the
     problem's. Times may be infinite: such nodes and links are not used.
@@ -62,6 +64,8 @@ class ChainProblem:
     visit_s_N: Floats
     load_N: Floats
     spare_N: Floats
+    cache_N: Floats
+    pressure_N: Floats
     reliability_N: Floats
     stability_N: Floats
     entry_s_N: Floats
@@ -82,7 +86,7 @@ class ChainProblem:
             # `not >=` instead of `<` also rejects NaN.
             if not getattr(self, name).min(initial=0.0) >= 0.0:
                 raise ValueError(f"{name} must not be negative or NaN")
-        for name in ("spare_N", "reliability_N", "stability_N"):
+        for name in ("spare_N", "cache_N", "pressure_N", "reliability_N", "stability_N"):
             shares_N = getattr(self, name)
             if not ((shares_N >= 0.0) & (shares_N <= 1.0)).all():
                 raise ValueError(f"{name} must lie within 0 and 1")
@@ -328,6 +332,8 @@ def build_problem(snapshot: Snapshot, request: ChainRequest) -> ChainProblem:
         visit_s_N=request.visit_s + _floats([request.penalties_s.get(peer, 0.0) for peer in peers]),
         load_N=_floats([node.load for node in nodes]),
         spare_N=_floats([_spare_share(node) for node in nodes]),
+        cache_N=_floats([_free_cache_share(node) for node in nodes]),
+        pressure_N=_floats([_memory_pressure(node) for node in nodes]),
         reliability_N=_floats([node.reliability for node in nodes]),
         stability_N=_floats([request.stability.get(peer, 1.0) for peer in peers]),
         entry_s_N=entry_s_N,
@@ -388,6 +394,16 @@ def _is_usable(node: NodeState, request: ChainRequest) -> bool:
 
 
 def _spare_share(node: NodeState) -> float:
+    share = node.free_memory_share
+    return _free_cache_share(node) if share is None else share
+
+
+def _memory_pressure(node: NodeState) -> float:
+    free, total = node.cpu_memory_free_bytes, node.cpu_memory_total_bytes
+    return min(max(1.0 - free / total, 0.0), 1.0) if total > 0 else 0.0
+
+
+def _free_cache_share(node: NodeState) -> float:
     if node.total_cache_tokens <= 0:
         return max(0.0, 1.0 - node.load)
     return min(1.0, max(0.0, node.free_cache_tokens / node.total_cache_tokens))
