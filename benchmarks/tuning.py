@@ -4,9 +4,9 @@ Both are learnt from sessions in worlds that were watched before and after the c
 (`routing_worlds.py`), and judged on worlds that the search has not seen: for each source `--nodes`,
 and per size `--runs` worlds to learn from and twice as many to be judged on, of 1,000 nodes and
 more a third. A recorded matrix (`--matrix`) is learnt from its first two thirds, and judged on its
-last. Ablated: the best that is found without stability by homology. What this finds is what
-`SHIPPED_PARAMETERS` and `SHIPPED_WEIGHTS` say. `--ga printed` takes the paper's own operators
-(`printed_ga.py`).
+last. Ablated: the best that is found without stability by homology; added: weights of memory and of
+cache. What this finds is what `SHIPPED_PARAMETERS` and `SHIPPED_WEIGHTS` say. `--ga printed` takes
+the paper's own operators (`printed_ga.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _LEARN_FROM = 1_000_000
 _HELD_OUT = 2_000_000
 """Seeds that no other benchmark uses."""
 STABILITY_WEIGHTS = (0.25, 0.5, 1.0, 2.0)
+MEMORY_WEIGHTS = (0.03, 0.1, 0.3)
 
 Scenarios = Mapping[str, Sequence[TuningScenario]]
 """By source."""
@@ -125,9 +126,14 @@ def _tuned(
 
 
 def ablations(start: Genes, best: Genes) -> Iterator[tuple[str, Genes]]:
-    """Stability by homology alone added to what is shipped, and taken from what was found."""
+    """Stability by homology, memory or cache alone added to what is shipped; stability taken from
+    what was found."""
     for value in STABILITY_WEIGHTS:
         yield f"before, stability {value:g}", _with_stability(start, value)
+    if isinstance(start, GreedyParameters):
+        for value in MEMORY_WEIGHTS:
+            yield f"before, memory {value:g}", replace(start, memory_weight=value)
+            yield f"before, cache {value:g}", replace(start, cache_weight=value)
     yield "genetic without stability", _with_stability(best, 0.0)
 
 

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from nesa_node.compression import tensors
+from nesa_node.core.arrays import Floats
 
 _TIMED_RUNS = 5
 _LONG_MESSAGE_BYTES = 1 << 20
@@ -126,3 +128,20 @@ def fastest_codec(
 
     best = min(candidates, key=seconds)
     return best if seconds(best) < MAX_TIME_RATIO * seconds(candidates[0]) else candidates[0]
+
+
+def fastest_seconds(
+    costs: Sequence[CodecLinkCost], nbytes: float, rate_bytes_per_s: Floats
+) -> Floats:
+    """Seconds of a tensor of `nbytes` in the codec that `fastest_codec` chooses at each rate.
+
+    `costs`: of the candidates, the plainest first. An array like `rate_bytes_per_s`.
+    """
+    plain_s, *other_s = (
+        each.fixed_s + nbytes * (each.per_byte_s + each.ratio / rate_bytes_per_s) for each in costs
+    )
+    if not other_s:
+        return plain_s
+    best_s = np.minimum.reduce(other_s)
+    is_chosen = (rate_bytes_per_s < UNCOMPRESSED_BYTES_PER_S) & (best_s < MAX_TIME_RATIO * plain_s)
+    return np.where(is_chosen, best_s, plain_s)

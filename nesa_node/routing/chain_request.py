@@ -1,12 +1,13 @@
 """Requests for a chain, and the problem of choosing it: a snapshot's nodes as arrays of seconds.
 
 N nodes, B blocks of the session's span, numbered from 0. All times are for one *step* of the
-session: one token of each row when decoding, a chunk of the prompt when prefilling.
+session: one token of each row when decoding, a chunk of the prompt when prefilling. Where a request
+has a prompt, its time is spread over the steps that follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -30,7 +31,8 @@ Chain = tuple[Visit, ...]
 
 _TIME_FIELDS = ("block_s_N", "visit_s_N", "entry_s_N", "exit_s_N", "transfer_s_NN")
 _NODE_FIELDS = (
-    *("starts_N", "ends_N", "load_N", "spare_N", "reliability_N", "stability_N"),
+    *("starts_N", "ends_N", "load_N", "spare_N", "cache_N", "pressure_N"),
+    *("reliability_N", "stability_N"),
     *("block_s_N", "visit_s_N", "entry_s_N", "exit_s_N"),
 )
 
@@ -45,9 +47,10 @@ class ChainProblem:
 
     `starts_N`, `ends_N`: the blocks that a node holds, clipped to the problem's. `visit_s_N`: fixed
     cost of a visit, failure penalties included. `load_N`: share of its time that a node is busy
-    with other sessions, 0 idle, 1 saturated. `spare_N`: G of eq. 18, free share of its memory, 0 to
-    1. `reliability_N`: R of eq. 18, probability that the node is available when needed;
-    `stability_N`: topological stability (homology), 1 if unknown.
+    with other sessions, 0 idle, 1 saturated. `spare_N`: G of eq. 18, free share of the memory with
+    the weights; `cache_N`: that of the KV cache; `pressure_N`: used share of the machine's memory,
+    in C of eq. 18, 0 if unknown. `reliability_N`: R of eq. 18, probability that the node is
+    available when needed; `stability_N`: topological stability (homology), 1 if unknown.
 
     Raises `ValueError` for other shapes, NaN, times and loads below 0, and spans outside the
     problem's. Times may be infinite: such nodes and links are not used.
@@ -61,6 +64,8 @@ class ChainProblem:
     visit_s_N: Floats
     load_N: Floats
     spare_N: Floats
+    cache_N: Floats
+    pressure_N: Floats
     reliability_N: Floats
     stability_N: Floats
     entry_s_N: Floats
@@ -81,7 +86,7 @@ class ChainProblem:
             # `not >=` instead of `<` also rejects NaN.
             if not getattr(self, name).min(initial=0.0) >= 0.0:
                 raise ValueError(f"{name} must not be negative or NaN")
-        for name in ("spare_N", "reliability_N", "stability_N"):
+        for name in ("spare_N", "cache_N", "pressure_N", "reliability_N", "stability_N"):
             shares_N = getattr(self, name)
             if not ((shares_N >= 0.0) & (shares_N <= 1.0)).all():
                 raise ValueError(f"{name} must lie within 0 and 1")
@@ -227,6 +232,12 @@ def weighed_terms(
 NodeValues = Mapping[PeerId, float] | Floats | None
 """Values by peer, or an array in the order of `Snapshot.nodes`; missing and NaN are unknown."""
 
+MessageSeconds = Callable[[float, Floats], Floats]
+"""Seconds to encode, transmit and decode a message of so many bytes, at rates in bytes/s; as a new
+array."""
+
+PROMPT_OVERLAP = 0.5
+"""Share of a prompt's times on all nodes that counts: its chunks run on several at once."""
 DEFAULT_RTT_MS = 100.0
 """Assumed for an unmeasured link: intercontinental, so that a measured near link wins."""
 DEFAULT_BYTES_PER_S = 1.25e6
@@ -250,7 +261,11 @@ class ChainRequest:
     """Requirements of a session on its chain.
 
     `span`: the blocks to run. `tokens`: tokens of one step over all rows; 1 when decoding, a chunk
-    of the prompt when prefilling. `bytes_per_token`: size of hidden states on the wire.
+    of the prompt when prefilling. `prompt_tokens`: tokens over all rows of a prompt that the chain
+    computes first; `PROMPT_OVERLAP` of its computation and transfers, summed over the chain, is
+    spread over `output_tokens` steps.
+    `bytes_per_token`: size of hidden states; `message_s`: their time on a link where a codec may be
+    used, None without one.
     `entry_rtt_ms`: round trips between the client and nodes; `entry_bytes_per_s` is the rate from
     the client, `exit_bytes_per_s` the rate back. `penalties_s`: extra seconds per visit to a node,
     for failures and doubts. `stability`: topological stability of nodes, 1 if missing. Nodes in
@@ -259,7 +274,10 @@ class ChainRequest:
 
     span: Span
     tokens: int = 1
+    prompt_tokens: int = 0
+    output_tokens: int = TOKENS_PER_SESSION
     bytes_per_token: float = 16_384.0
+    message_s: MessageSeconds | None = None
     entry_rtt_ms: NodeValues = None
     entry_bytes_per_s: NodeValues = None
     exit_bytes_per_s: NodeValues = None
@@ -274,6 +292,15 @@ class ChainRequest:
     def __post_init__(self) -> None:
         if len(self.span) == 0 or self.tokens < 1:
             raise ValueError(f"nothing to run: blocks {self.span}, {self.tokens} tokens")
+        if self.prompt_tokens < 0 or self.output_tokens < 1:
+            raise ValueError(
+                f"no prompt of {self.prompt_tokens} tokens for {self.output_tokens} steps"
+            )
+
+    @property
+    def prompt_share(self) -> float:
+        """Share of a prompt's seconds that counts in one step."""
+        return PROMPT_OVERLAP / self.output_tokens
 
 
 def build_problem(snapshot: Snapshot, request: ChainRequest) -> ChainProblem:
@@ -301,10 +328,12 @@ def build_problem(snapshot: Snapshot, request: ChainRequest) -> ChainProblem:
         num_blocks=len(span),
         starts_N=_ints([max(node.span.start, span.start) - span.start for node in nodes]),
         ends_N=_ints([min(node.span.end, span.end) - span.start for node in nodes]),
-        block_s_N=block_seconds(nodes, request.tokens),
+        block_s_N=_step_block_seconds(nodes, request),
         visit_s_N=request.visit_s + _floats([request.penalties_s.get(peer, 0.0) for peer in peers]),
         load_N=_floats([node.load for node in nodes]),
         spare_N=_floats([_spare_share(node) for node in nodes]),
+        cache_N=_floats([_free_cache_share(node) for node in nodes]),
+        pressure_N=_floats([_memory_pressure(node) for node in nodes]),
         reliability_N=_floats([node.reliability for node in nodes]),
         stability_N=_floats([request.stability.get(peer, 1.0) for peer in peers]),
         entry_s_N=entry_s_N,
@@ -318,10 +347,19 @@ def client_seconds(
 ) -> tuple[Floats, Floats]:
     """Seconds of a step's message from the client to each node, and from there back, [N] each.
 
-    NaN is unknown in round trips, and in rates from and to the client.
+    NaN is unknown in round trips, and in rates from and to the client. Of a prompt the client gets
+    the last token alone.
     """
     one_way_s_N = _one_way_s(rtt_ms_N, request)
-    return one_way_s_N + _message_s(up_N, request), one_way_s_N + _message_s(down_N, request)
+    back = replace(request, prompt_tokens=0)
+    return one_way_s_N + _message_s(up_N, request), one_way_s_N + _message_s(down_N, back)
+
+
+def _step_block_seconds(nodes: Sequence[NodeState], request: ChainRequest) -> Floats:
+    seconds_N = block_seconds(nodes, request.tokens)
+    if request.prompt_tokens:
+        seconds_N += request.prompt_share * block_seconds(nodes, request.prompt_tokens)
+    return seconds_N
 
 
 def block_seconds(nodes: Sequence[NodeState], tokens: int) -> Floats:
@@ -356,6 +394,16 @@ def _is_usable(node: NodeState, request: ChainRequest) -> bool:
 
 
 def _spare_share(node: NodeState) -> float:
+    share = node.free_memory_share
+    return _free_cache_share(node) if share is None else share
+
+
+def _memory_pressure(node: NodeState) -> float:
+    free, total = node.cpu_memory_free_bytes, node.cpu_memory_total_bytes
+    return min(max(1.0 - free / total, 0.0), 1.0) if total > 0 else 0.0
+
+
+def _free_cache_share(node: NodeState) -> float:
     if node.total_cache_tokens <= 0:
         return max(0.0, 1.0 - node.load)
     return min(1.0, max(0.0, node.free_cache_tokens / node.total_cache_tokens))
@@ -398,8 +446,16 @@ def _message_s(bytes_per_s: Floats, request: ChainRequest) -> Floats:
     """Seconds to transmit a step's message, as a new array."""
     known = bytes_per_s > 0  # False for NaN; a rate of zero is treated as unknown
     rate = np.where(known, bytes_per_s, request.default_bytes_per_s)
-    seconds: Floats = np.divide(request.tokens * request.bytes_per_token, rate, out=rate)
+    message_s = request.message_s or _uncompressed_s
+    seconds = message_s(request.tokens * request.bytes_per_token, rate)
+    if request.prompt_tokens:
+        nbytes = request.prompt_tokens * request.bytes_per_token
+        seconds += request.prompt_share * message_s(nbytes, rate)
     return seconds
+
+
+def _uncompressed_s(nbytes: float, bytes_per_s: Floats) -> Floats:
+    return nbytes / bytes_per_s
 
 
 def _floats(values: Sequence[float]) -> Floats:

@@ -32,6 +32,7 @@ from nesa_node.routing.search.greedy import (
     GreedyInputs,
     GreedyParameters,
     GreedyRule,
+    load_and_pressure,
 )
 from nesa_node.routing.search.minplus import MinPlus, holder_mask
 
@@ -75,7 +76,7 @@ class PrintedRule:
 
     def _terms(self, problem: ChainProblem, chain: Chain, nodes: Ints) -> dict[str, Floats]:
         senders = np.array([visit.node for visit in chain], dtype=np.int64)
-        load = np.maximum(problem.load_N[nodes], _MIN_LOAD)
+        load = np.maximum(load_and_pressure(problem)[nodes], _MIN_LOAD)
         unreliable = 1.0 - problem.reliability_N[nodes]
         return {
             "transfer": (problem.transfer_s_NN[np.ix_(senders, nodes)] ** self.gamma).sum(axis=0),

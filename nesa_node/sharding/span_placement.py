@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from nesa_node.core.ids import PeerId, Span
+from nesa_node.topology.predicted_speeds import predict_speeds
 from nesa_node.topology.snapshot import NodeState, Snapshot, count_holders, zero_runs
 
 # A node that has not measured itself still counts as a replica.
@@ -97,7 +98,7 @@ def _score_span(speeds: Sequence[float], span: Span, tokens_per_s: float) -> Spa
 
 def _tokens_per_s_by_block(snapshot: Snapshot) -> tuple[float, ...]:
     speeds = [0.0] * snapshot.num_blocks
-    for node in (*snapshot.nodes, *snapshot.joining):
+    for node in predict_speeds((*snapshot.nodes, *snapshot.joining)):
         speed = node.decode_tokens_per_s or _UNMEASURED_TOKENS_PER_S
         for block in range(node.span.start, min(node.span.end, snapshot.num_blocks)):
             speeds[block] += speed

@@ -13,8 +13,16 @@ import numpy as np
 from nesa_node.core.arrays import Floats
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.topology.links.matrix import Links
+from nesa_node.topology.roofline import Roofline
 
 _DOMAIN = b"nesa-node snapshot 1\n"
+_LATER_FIELDS = frozenset(
+    (
+        *("gpu_memory_total_bytes", "gpu_memory_free_bytes"),
+        *("cpu_memory_total_bytes", "cpu_memory_free_bytes"),
+        "roofline",
+    )
+)
 LINK_ARRAYS = ("rtt_ms_NN", "rate_bytes_per_s_NN", "age_s_NN", "confidence_NN")
 """Array fields of `Links`, in the order in which they are hashed and stored."""
 
@@ -47,8 +55,15 @@ def _sorted_nodes(nodes: tuple[NodeState, ...]) -> list[dict[str, object]]:
 
 
 def _node_fields(node: NodeState) -> dict[str, object]:
-    """Fields of a node, numbers as floats, so that 0, 0.0 and -0.0 hash alike."""
-    values = {field.name: getattr(node, field.name) for field in fields(node)}
+    """Fields of a node, numbers as floats, so that 0, 0.0 and -0.0 hash alike.
+
+    Later fields without a value are left out, so that older snapshots keep their digest.
+    """
+    values = {
+        field.name: getattr(node, field.name)
+        for field in fields(node)
+        if field.name not in _LATER_FIELDS or getattr(node, field.name)
+    }
     values["location"] = node.location and tuple(value + 0.0 for value in node.location)
     return {
         name: value + 0.0 if isinstance(value, int | float) else value
@@ -74,6 +89,8 @@ class NodeState:
     saturated, more with a queue. `max_blocks` is how many blocks fit into the node's memory, 0 if
     not announced. `reliability` is the probability, 0 to 1, that the node is available. `movable`
     nodes accept another span. `location` is latitude and longitude in degrees, if declared.
+    `gpu_memory_*` and `cpu_memory_*` are of the whole device, GPU 0 without one; `roofline` is what
+    the device was measured to do, None if it was not.
     """
 
     peer_id: PeerId
@@ -95,6 +112,19 @@ class NodeState:
     reliability: float = 1.0
     movable: bool = False
     location: tuple[float, float] | None = None
+    gpu_memory_total_bytes: int = 0
+    gpu_memory_free_bytes: int = 0
+    cpu_memory_total_bytes: int = 0
+    cpu_memory_free_bytes: int = 0
+    roofline: Roofline | None = None
+
+    @property
+    def free_memory_share(self) -> float | None:
+        """Free share of the memory that holds weights: the GPU's, without one the machine's."""
+        free, total = self.gpu_memory_free_bytes, self.gpu_memory_total_bytes
+        if total <= 0:
+            free, total = self.cpu_memory_free_bytes, self.cpu_memory_total_bytes
+        return min(max(free / total, 0.0), 1.0) if total > 0 else None
 
     def with_span(self, span: Span) -> NodeState:
         """The node with another span, at the same speed per block."""

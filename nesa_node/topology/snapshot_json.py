@@ -11,6 +11,7 @@ import binascii
 import math
 import zlib
 from collections.abc import Iterable
+from dataclasses import astuple
 from typing import Annotated, Any
 
 import msgspec
@@ -21,6 +22,13 @@ from nesa_node.core.arrays import Floats
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.topology.links.matrix import Links
+from nesa_node.topology.roofline import (
+    MAX_FIGURE,
+    MAX_OVERHEAD_S,
+    BlockWork,
+    Roofline,
+    WeightFigures,
+)
 from nesa_node.topology.snapshot import LINK_ARRAYS, NodeState, Snapshot, canonical_bytes
 
 VERSION = 1
@@ -38,6 +46,7 @@ _Name = Annotated[str, Meta(min_length=1, max_length=256)]
 _Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 _Block = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
 _Amount = Annotated[float, Meta(ge=0.0, le=1e15)]
+_Figure = Annotated[float, Meta(gt=0.0, le=MAX_FIGURE)]
 _Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Latitude = Annotated[float, Meta(ge=-90.0, le=90.0)]
 _Longitude = Annotated[float, Meta(ge=-180.0, le=180.0)]
@@ -51,6 +60,27 @@ class _SnapshotPart(msgspec.Struct, forbid_unknown_fields=True):
 class _SnapshotSpan(_SnapshotPart):
     start: _Block
     end: _Block
+
+
+class _SnapshotFigures(_SnapshotPart):
+    block_overhead_s: Annotated[float, Meta(ge=0.0, le=MAX_OVERHEAD_S)]
+    read_bytes_per_s: _Figure
+    flop_per_s: _Figure
+    overlaps: bool
+
+
+class _SnapshotWork(_SnapshotPart):
+    read_bytes: _Figure
+    flop: _Figure
+
+
+class _SnapshotRoofline(_SnapshotPart):
+    figures: _SnapshotFigures
+    work: _SnapshotWork
+
+    def roofline(self) -> Roofline:
+        figures, work = (msgspec.structs.asdict(each) for each in (self.figures, self.work))
+        return Roofline(WeightFigures(**figures), BlockWork(**work))
 
 
 class _SnapshotNode(_SnapshotPart):
@@ -75,6 +105,11 @@ class _SnapshotNode(_SnapshotPart):
     reliability: _Share = 1.0
     movable: bool = False
     location: tuple[_Latitude, _Longitude] | None = None
+    gpu_memory_total_bytes: _Count = 0
+    gpu_memory_free_bytes: _Count = 0
+    cpu_memory_total_bytes: _Count = 0
+    cpu_memory_free_bytes: _Count = 0
+    roofline: _SnapshotRoofline | None = None
 
 
 class _SnapshotLinks(_SnapshotPart):
@@ -169,6 +204,7 @@ def _node_state(node: _SnapshotNode, where: str) -> NodeState:
         )
     fields["span"] = Span(node.span.start, node.span.end)
     fields["peer_id"] = PeerId(node.peer_id)
+    fields["roofline"] = None if node.roofline is None else node.roofline.roofline()
     return NodeState(**fields)
 
 
@@ -225,6 +261,8 @@ def _check_finite(node: NodeState) -> None:
         node.uptime_s,
         node.reliability,
         *(node.location or ()),
+        *(() if node.roofline is None else astuple(node.roofline.figures)),
+        *(() if node.roofline is None else astuple(node.roofline.work)),
     )
     if not all(math.isfinite(value) for value in values):
         raise ValueError(f"node {node.peer_id!r} has numbers that are not finite")

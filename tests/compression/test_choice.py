@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +11,7 @@ from nesa_node.compression.codec_cost import (
     UNCOMPRESSED_BYTES_PER_S,
     CodecLinkCost,
     fastest_codec,
+    fastest_seconds,
 )
 
 COSTS = {
@@ -60,3 +63,22 @@ def test_links_of_50_megabytes_a_second_and_more_carry_tensors_as_they_are() -> 
     costs = {"none": PLAIN_COST, "free": CodecLinkCost(0.0, 0.0, 0.1)}
     assert fastest_codec(("none", "free"), 1 << 20, 50e6, costs) == "none"
     assert fastest_codec(("none", "free"), 1 << 20, 49e6, costs) == "free"
+
+
+@given(
+    st.integers(0, 1 << 24), st.lists(st.floats(1e3, 1e9), min_size=1), st.integers(1, len(NAMES))
+)
+def test_seconds_at_many_rates_are_those_of_the_codec_chosen_at_each(
+    nbytes: int, rates: list[float], count: int
+) -> None:
+    costs = [COSTS[name] for name in NAMES[:count]]
+    expected = [
+        COSTS[fastest_codec(NAMES[:count], nbytes, rate, COSTS)].seconds(nbytes, rate)
+        for rate in rates
+    ]
+    assert fastest_seconds(costs, nbytes, np.array(rates)).tolist() == expected
+
+
+def test_the_only_codec_is_used_at_any_rate() -> None:
+    seconds = fastest_seconds([COSTS["int8@2:16:8"]], 1e6, np.array([1e6, 1e9]))
+    assert seconds == pytest.approx([1e-4 + 2e-3 + 0.27, 1e-4 + 2e-3 + 0.27e-3])

@@ -32,6 +32,8 @@ def random_problem(
         visit_s_N=rng.choice([0.0, 1e-3, 2e-2], num_nodes),
         load_N=rng.choice([0.0, 0.3, 0.9, 1.5], num_nodes),
         spare_N=rng.random(num_nodes),
+        cache_N=np.ones(num_nodes),
+        pressure_N=np.zeros(num_nodes),
         reliability_N=rng.uniform(0.8, 1.0, num_nodes),
         stability_N=rng.uniform(0.8, 1.0, num_nodes),
         entry_s_N=rng.uniform(0.0, 0.05, num_nodes),

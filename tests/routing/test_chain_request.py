@@ -1,5 +1,6 @@
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,12 +109,27 @@ def test_only_nodes_that_may_and_can_help_are_in_it() -> None:
     assert nobody.transfer_s_NN.shape == (0, 0)
 
 
-def test_spare_is_the_free_share_of_caches() -> None:
+def test_spare_is_the_free_share_of_caches_where_memory_is_unknown() -> None:
     a = NodeState(A, Span(0, 1), free_cache_tokens=25, total_cache_tokens=100)
     b = NodeState(B, Span(0, 1), load=0.25)
     problem = build_problem(_snapshot(a, b), ChainRequest(span=Span(0, 1), stability={B: 0.5}))
-    assert problem.spare_N.tolist() == [0.25, 0.75]
+    assert problem.spare_N.tolist() == problem.cache_N.tolist() == [0.25, 0.75]
+    assert problem.pressure_N.tolist() == [0.0, 0.0]
     assert problem.stability_N.tolist() == [1.0, 0.5]
+
+
+def test_spare_is_the_free_share_of_the_memory_with_the_weights() -> None:
+    """That of the GPU, without one of the machine, whose used share is its pressure."""
+    of_machine: dict[str, Any] = {"cpu_memory_total_bytes": 1000, "cpu_memory_free_bytes": 900}
+    of_gpu: dict[str, Any] = {"gpu_memory_total_bytes": 80, "gpu_memory_free_bytes": 20}
+    cache: dict[str, Any] = {"free_cache_tokens": 1, "total_cache_tokens": 2}
+    a = NodeState(A, Span(0, 1), **of_machine, **of_gpu, **cache)
+    b = NodeState(B, Span(0, 1), **of_machine, **cache)
+    c = NodeState(C, Span(0, 1), **of_gpu, load=0.5)
+    problem = build_problem(_snapshot(a, b, c), ChainRequest(span=Span(0, 1)))
+    assert problem.spare_N.tolist() == [0.25, 0.9, 0.25]
+    assert problem.cache_N.tolist() == [0.5, 0.5, 0.5]
+    assert problem.pressure_N == pytest.approx([0.1, 0.1, 0.0])
 
 
 def test_links_in_another_order_give_the_same_problem() -> None:

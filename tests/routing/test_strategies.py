@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from nesa_node.routing.chain_request import (
 )
 from nesa_node.routing.search.exact import exact_latency
 from nesa_node.routing.search.greedy import (
+    SHIPPED_PARAMETERS,
     GreedyInputs,
     GreedyParameters,
     GreedyRule,
@@ -27,6 +29,7 @@ from nesa_node.routing.strategies import (
     STRATEGIES,
     GreedyStrategy,
     LatencyStrategy,
+    PrintedRule,
     explain,
     make_session_strategy,
     make_strategy,
@@ -115,6 +118,8 @@ def _twins(**arrays: list[float]) -> ChainProblem:
         visit_s_N=np.zeros(2),
         load_N=np.full(2, 0.2),
         spare_N=np.full(2, 0.5),
+        cache_N=np.full(2, 0.5),
+        pressure_N=np.zeros(2),
         reliability_N=np.full(2, 0.9),
         stability_N=np.ones(2),
         entry_s_N=np.full(2, 0.01),
@@ -145,6 +150,52 @@ def test_greedy_prefers_what_the_printed_rule_avoids(
 def test_greedy_with_the_ratio_prefers_the_idle_node() -> None:
     prepared = GreedyInputs.from_problem(_twins(load_N=[0.9, 0.1]))
     assert GreedyRule(prepared, GreedyParameters(load="ratio")).choose()[0].node == 1
+
+
+def test_ratio_has_the_larger_of_load_and_memory_pressure_over_free_memory() -> None:
+    """0.6 / 0.5 and 0.4 / 0.25 by hand: the busier machine has more free accelerator memory."""
+    twins = _twins(load_N=[0.6, 0.1], pressure_N=[0.2, 0.4], spare_N=[0.5, 0.25])
+    prepared = GreedyInputs.from_problem(twins)
+    assert prepared.ratio_N == pytest.approx([1.2, 1.6])
+    assert GreedyRule(prepared, GreedyParameters(load="ratio")).choose()[0].node == 0
+
+
+@pytest.mark.parametrize("printed_beta", [0.5, 2.0])
+def test_printed_rule_reads_pressure_where_it_exceeds_the_load(printed_beta: float) -> None:
+    twins = _twins(load_N=[0.2, 0.2], pressure_N=[0.8, 0.0], spare_N=[0.4, 0.4])
+    rule = PrintedRule(beta=printed_beta)
+    loads = [rule.terms(twins, (Visit(node, 0, 4),))["load"] for node in (0, 1)]
+    assert loads == pytest.approx([0.5**printed_beta, 2.0**printed_beta])
+
+
+@pytest.mark.parametrize(
+    ("weight", "array"), [("memory_weight", "spare_N"), ("cache_weight", "cache_N")]
+)
+def test_free_memory_and_free_cache_decide_where_they_have_a_weight(
+    weight: str, array: str
+) -> None:
+    """Four blocks are gained, so that a quarter of the weighted term counts for each."""
+    prepared = GreedyInputs.from_problem(_twins(**{array: [0.25, 0.75]}))
+    added_weight: dict[str, Any] = {weight: 0.2}
+    plain, weighed = GreedyParameters(), GreedyParameters(**added_weight)
+    shipped, rule = (GreedyRule(prepared, each) for each in (plain, weighed))
+    assert shipped.choose()[0].node == 0
+    assert rule.choose()[0].node == 1
+    added = rule.scores(0, ())[1] - shipped.scores(0, ())[1]
+    assert added == pytest.approx([0.2 * 0.75 / 4, 0.2 * 0.25 / 4])
+    chain = (Visit(1, 0, 4),)
+    terms = rule.terms(chain)
+    assert terms["memory"] == pytest.approx(0.2 * 0.25)
+    assert terms["load"] == pytest.approx(shipped.terms(chain)["load"])
+    assert "memory" not in shipped.terms(chain)
+
+
+@pytest.mark.parametrize("weight", ["memory_weight", "cache_weight"])
+def test_shipped_rule_gives_no_weight_to_memory(weight: str) -> None:
+    assert getattr(SHIPPED_PARAMETERS, weight) == 0.0
+    negative: dict[str, Any] = {weight: -1.0}
+    with pytest.raises(ValueError, match="must be finite"):
+        GreedyParameters(**negative)
 
 
 def test_context_charges_transfers_from_earlier_senders() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.sharding.span_placement import choose_span, reconsider_span
+from nesa_node.topology.roofline import BlockWork, Roofline, WeightFigures
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 EMPTY = Snapshot(ModelId("m@0"), 30, (), 0.0)
@@ -114,3 +115,12 @@ def _speeds(snapshot: Snapshot, new: Span) -> list[float]:
 
 def _range(span: Span) -> range:
     return range(span.start, span.end)
+
+
+def test_a_joining_node_counts_as_fast_as_its_figures_say() -> None:
+    """It will decode 50 tokens/s through the first half, which is served by a tenth of that."""
+    snapshot = _with(_with(EMPTY, (0, 15), speed=5.0), (15, 30), speed=20.0)
+    roofline = Roofline(WeightFigures(0.0, 750e6, 1e12), BlockWork(1e6, 1e6))
+    for known, chosen in ((None, Span(0, 15)), (roofline, Span(15, 30))):
+        joining = NodeState(PeerId("joining"), Span(0, 15), roofline=known)
+        assert choose_span(replace(snapshot, joining=(joining,)), 15) == chosen

@@ -1,4 +1,9 @@
+from dataclasses import replace
+
+import pytest
+
 from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.topology.roofline import BlockWork, Roofline, WeightFigures
 from nesa_node.topology.snapshot import NodeState, Snapshot, zero_runs
 
 MODEL = ModelId("m@0")
@@ -37,3 +42,37 @@ def test_without_takes_a_peer_out_of_both_lists() -> None:
 
 def test_zero_runs_are_maximal() -> None:
     assert zero_runs((0, 0, 1, 0, 2, 0)) == (Span(0, 2), Span(3, 4), Span(5, 6))
+
+
+def test_later_fields_change_no_digest_where_they_have_no_value() -> None:
+    """The digest is that of the program before it knew them: stored snapshots stay readable."""
+    node = NodeState(PeerId("a"), Span(0, 3), decode_tokens_per_s=2.0)
+    snapshot = Snapshot(MODEL, 5, (node,), 7.0)
+    before = "4d8d14a1aba2c7797f2004e94bc8f206a84719de7dc8d977fd9415efdd1e3fbc"
+    assert snapshot.digest() == before
+    roofline = Roofline(WeightFigures(0.0, 1.0, 1.0), BlockWork(1.0, 1.0))
+    for other in (replace(node, gpu_memory_free_bytes=1), replace(node, roofline=roofline)):
+        assert replace(snapshot, nodes=(other,)).digest() != before
+
+
+@pytest.mark.parametrize(
+    ("fields", "share"),
+    [
+        ({}, None),
+        ({"cpu_memory_total_bytes": 8, "cpu_memory_free_bytes": 2}, 0.25),
+        (
+            {
+                "gpu_memory_total_bytes": 4,
+                "gpu_memory_free_bytes": 3,
+                "cpu_memory_total_bytes": 8,
+            },
+            0.75,
+        ),
+        ({"gpu_memory_total_bytes": 4, "gpu_memory_free_bytes": 9}, 1.0),
+    ],
+)
+def test_free_memory_is_that_of_the_device_with_the_weights(
+    fields: dict[str, int], share: float | None
+) -> None:
+    node = NodeState(PeerId("a"), Span(0, 1), **fields)  # type: ignore[arg-type]
+    assert node.free_memory_share == share

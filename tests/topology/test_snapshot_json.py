@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.topology.links.matrix import Links
+from nesa_node.topology.roofline import BlockWork, Roofline, WeightFigures
 from nesa_node.topology.simulation.world import make_world
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from nesa_node.topology.snapshot_json import _SnapshotNode, snapshot_from_json, snapshot_to_json
 
 WORLD = make_world(12, 20, np.random.default_rng(0)).snapshot
 NUMBER = st.floats(0, 1e15)
+FIGURES = st.floats(1e-3, 1e18)
 NODES = st.builds(
     NodeState,
     peer_id=st.text(min_size=1, max_size=20).map(PeerId),
@@ -29,6 +31,13 @@ NODES = st.builds(
     reliability=st.floats(0, 1),
     movable=st.booleans(),
     location=st.none() | st.tuples(st.floats(-90, 90), st.floats(-180, 180)),
+    gpu_memory_total_bytes=st.integers(0, 1 << 50),
+    roofline=st.none()
+    | st.builds(
+        Roofline,
+        st.builds(WeightFigures, st.floats(0, 1e3), FIGURES, FIGURES, st.booleans()),
+        st.builds(BlockWork, FIGURES, FIGURES),
+    ),
 )
 
 

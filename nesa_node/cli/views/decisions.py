@@ -219,7 +219,9 @@ def _print_session(console: Console, name: str, when: str, body: Mapping[str, An
         for term, seconds in step_s.items()
         if seconds
     )
-    console.print(f"a step was expected to take {_format_ms(sum(step_s.values()))}: {causes}")
+    prompt = body.get("prompt_tokens", 0)
+    what = f"a step, with its share of a prompt of {prompt} tokens," if prompt else "a step"
+    console.print(f"{what} was expected to take {_format_ms(sum(step_s.values()))}: {causes}")
     own = dict(body["terms"])
     for term, cause in _WEIGHED_LABELS.items():
         if own.pop(term, 0.0):

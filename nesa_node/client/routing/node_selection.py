@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, get_args
 
@@ -144,6 +145,8 @@ class NodeSelector:
         found = await self._plan_quickly(keep) if not may_ping and not drop else None
         if found is None:
             view = await self._fetch_view(may_ping=may_ping)
+            if not keep and not drop:
+                view = replace(view, prompt_tokens=self._request.prompt_tokens)
             self.served_models = ()
             if not view.snapshot.nodes:
                 self.served_models = await self._planner.snapshots.check_model_copy(

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,11 +17,18 @@ from nesa_node.client.routing.measurements import LatencyView, RefusalTracker
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.routing.snapshot_cache import SnapshotCache
 from nesa_node.compression import tensors
+from nesa_node.compression.codec_cost import CodecLinkCost, fastest_seconds
+from nesa_node.compression.codecs import candidate_codecs, codec_names
 from nesa_node.core.decision_log import DecisionLog, LoggedDecision
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
-from nesa_node.routing.chain_request import Chain, ChainProblem, ChainRequest
+from nesa_node.routing.chain_request import (
+    TOKENS_PER_SESSION,
+    Chain,
+    ChainProblem,
+    ChainRequest,
+)
 from nesa_node.routing.chains import Hop, chain_cost_s, fill_gaps, hops_to_visits, make_problem
 from nesa_node.routing.reputation import (
     REPORTABLE_RATIO,
@@ -42,6 +50,7 @@ from nesa_node.routing.tuner import Tuning, parse_published
 from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.tasks import TaskSet
+from nesa_node.swarm.protocol.link_encoder import UNCOMPRESSED, link_cost
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
@@ -60,6 +69,8 @@ MAX_PUBLISHED_EXPONENTS = 3
 planning time."""
 PUBLISHED_FRESH_S = 60.0
 """Seconds after which the default strategy fetches published weights anew."""
+MIN_PROMPT_TOKENS = 256
+"""Shorter prompts do not count in the choice of a chain."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +86,10 @@ class PlanningView:
     """Weighed reports."""
     stability: Mapping[PeerId, float] = field(default_factory=dict)
     """Topological stability, where the strategy reads it."""
+    codecs: tuple[CodecLinkCost, ...] = ()
+    """Costs of the codecs that links choose from, the plainest first; empty without compression."""
+    prompt_tokens: int = 0
+    """Tokens of a prompt that the planned chain computes first."""
 
     def holds(self, hops: Hops) -> bool:
         """Whether the nodes of `hops` are in the snapshot, with those blocks."""
@@ -108,6 +123,7 @@ def describe_decision(
         "strategy": explanation.strategy,
         "nodes": problem.num_nodes,
         "excluded": len(request.exclude),
+        "prompt_tokens": request.prompt_tokens,
         "chain": _describe_visits(problem, explanation.chain, request.span),
         "terms": dict(explanation.terms),
         "cost": explanation.cost,
@@ -202,7 +218,10 @@ class ChainPlanner:
             )
         blames = self._swarm.directory.blames(request.model_id)
         stability = self.latencies.stability if stable else {}
-        return PlanningView(replace(linked, nodes=nodes), request, rtt_ms, blames, stability)
+        codecs = await asyncio.to_thread(_codec_costs, request) if request.compresses else ()
+        return PlanningView(
+            replace(linked, nodes=nodes), request, rtt_ms, blames, stability, codecs
+        )
 
     def _refresh_published(self, model_id: ModelId) -> None:
         """Fetch published weights in the background, at most every `PUBLISHED_FRESH_S`.
@@ -234,8 +253,15 @@ class ChainPlanner:
     def plan_chain(
         self, view: PlanningView, keep: Hops, *, exclude: frozenset[PeerId], min_free_tokens: int
     ) -> ChainPlan:
-        """Plan hops that include `keep`. Raises `MissingBlocksError`."""
+        """Plan hops that include `keep`. Raises `MissingBlocksError`.
+
+        The view's prompt counts in a whole chain, if it is as long as `MIN_PROMPT_TOKENS`.
+        """
         asked = replace(self.chain_request(view), exclude=exclude, min_free_tokens=min_free_tokens)
+        if not keep and view.prompt_tokens >= MIN_PROMPT_TOKENS:
+            # A session may end long before its last token.
+            steps = min(view.request.output_tokens, TOKENS_PER_SESSION)
+            asked = replace(asked, prompt_tokens=view.prompt_tokens, output_tokens=steps)
         hops = fill_gaps(view.snapshot, asked, keep, choose=self.strategy.choose)
         return ChainPlan(hops, asked)
 
@@ -318,7 +344,10 @@ class ChainPlanner:
         await self._background.close()
 
     def chain_request(self, view: PlanningView) -> ChainRequest:
-        """Request for one decoded token, with penalties for failures seen here and for reports."""
+        """Request for one decoded token, with penalties for failures seen here and for reports.
+
+        Messages take as long as in the codec that each link would choose.
+        """
         request, peers = view.request, [node.peer_id for node in view.snapshot.nodes]
         penalties_s = {
             peer: self.avoidance.penalty_s(peer) + blame_penalty_s(view.blames.get(peer, 0.0))
@@ -327,10 +356,24 @@ class ChainPlanner:
         return ChainRequest(
             span=request.span,
             bytes_per_token=request.hidden_size * tensors.DTYPES[request.dtype].itemsize,
+            message_s=partial(fastest_seconds, view.codecs) if view.codecs else None,
             entry_rtt_ms=view.rtt_ms,
             penalties_s={peer: seconds for peer, seconds in penalties_s.items() if seconds > 0},
             stability=view.stability,
         )
+
+
+def _codec_costs(request: RouteRequest) -> tuple[CodecLinkCost, ...]:
+    """Costs of the session's codecs here, if all nodes decode what this client does.
+
+    Blocks for milliseconds at the first call.
+    """
+    dtype = tensors.DTYPES[request.dtype]
+    names = candidate_codecs(request.options.quality, codec_names())
+    costs = (link_cost(name, request.hidden_size, dtype) for name in names)
+    # What would grow is sent as it is.
+    found = tuple(replace(each, ratio=min(each.ratio, 1.0)) for each in costs)
+    return () if names == (UNCOMPRESSED,) else found
 
 
 def _with_published(strategy: Strategy, found: Sequence[Tuning]) -> Strategy:

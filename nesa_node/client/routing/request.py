@@ -95,6 +95,8 @@ class RouteRequest:
     hidden_size: int
     dtype: str
     options: ConnectionOptions = field(default_factory=ConnectionOptions)
+    prompt_tokens: int = 0
+    """Tokens of the prompt over all rows, where known: what the session computes first."""
     num_blocks: int | None = None
     """Blocks of the whole model, if known: records that contradict it are ignored."""
     prefix: Prefix = ()
@@ -108,6 +110,11 @@ class RouteRequest:
         return self.options.routing == "chain"
 
     @property
+    def compresses(self) -> bool:
+        """Whether links may compress hidden states."""
+        return self.options.quality not in (EXACT, "none")
+
+    @property
     def numerics_label(self) -> str:
         """Everything besides the tokens that determines a node's inputs, for prefix digests."""
         words = [self.dtype]
@@ -116,6 +123,11 @@ class RouteRequest:
         if self.options.min_precision != "nf4":
             words.append(f"weights {self.options.min_precision}")
         return " ".join(words)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that each row may have beyond its prompt, at least 1."""
+        return max(self.max_tokens - self.prompt_tokens // self.rows, 1)
 
     @property
     def total_tokens(self) -> int:

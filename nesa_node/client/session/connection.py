@@ -60,6 +60,7 @@ async def measure_speed(swarm: Swarm, node: NodeState, request: RouteRequest) ->
         max_tokens=2 * PIPELINED_STEPS + SEQUENTIAL_STEPS,
         allowed_peers=frozenset({node.peer_id}),
         prefix=(),
+        prompt_tokens=0,
         options=replace(
             request.options,
             replicate_cache=False,
@@ -130,6 +131,7 @@ class RemoteConnection:
             rows=rows,
             max_tokens=max_tokens,
             prefix=() if prefix is None else prefix.prompt_digests(model_id, precision),
+            prompt_tokens=0 if prefix is None else sum(map(len, prefix.tokens)),
         )
         session = RemoteSession(
             self.swarm,

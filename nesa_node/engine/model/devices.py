@@ -89,6 +89,14 @@ def compute_block_bytes(
     )
 
 
+def active_fraction(checkpoint: Checkpoint) -> float:
+    """Return the share of a block's weights that one token uses, of a mixture of experts."""
+    config = checkpoint.config
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    used = getattr(config, "num_experts_per_tok", None)
+    return used / experts if experts and used else 1.0
+
+
 def cache_bytes_per_token(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     """Return the KV cache bytes of one token in one block."""
     return checkpoint.family.cache_heads(checkpoint.config).bytes_per_token(dtype)

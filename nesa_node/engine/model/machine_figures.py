@@ -30,13 +30,15 @@ from nesa_node.engine.kernels.threads import QUIET_SHARE, IdleCores, fix_threads
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.devices import (
     MAX_PREFILL_TOKENS,
+    active_fraction,
     choose_device,
+    compute_block_bytes,
     measure_throughput,
     release_memory,
 )
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint, open_folder
-from nesa_node.topology.roofline import WeightFigures
+from nesa_node.topology.roofline import BlockWork, Roofline, WeightFigures
 
 WEIGHT_KINDS: tuple[tuple[str, torch.dtype, QuantType], ...] = (
     ("bfloat16", torch.bfloat16, "none"),
@@ -207,15 +209,14 @@ def measure_once(device: torch.device, threads: int, folder: Path) -> MachineFig
     process measures at a time. The files lie in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    words = f"{name} {threads} {torch.__version__} {_FIGURES_VERSION}"
-    path = folder / f"figures-{re.sub(r'[^A-Za-z0-9]+', '-', words)}.json"
+    path = _figures_path(device, threads, folder)
     with FileLock(folder / "figures.lock"):
-        stored = _read_figures(path)
-        if stored is not None and stored.are_quiet:
+        stored = read_figures(device, threads, folder)
+        is_fresh = path.exists() and time.time() - path.stat().st_mtime < MAX_FIGURES_AGE_S
+        if stored is not None and is_fresh and stored.are_quiet:
             return stored
         figures = _measure_with_load(device)
-        if stored is not None and stored.others_share < figures.others_share:
+        if stored is not None and is_fresh and stored.others_share < figures.others_share:
             return stored
         draft = path.with_suffix(".draft")
         draft.write_text(figures.as_json())
@@ -223,10 +224,11 @@ def measure_once(device: torch.device, threads: int, folder: Path) -> MachineFig
         return figures
 
 
-def _read_figures(path: Path) -> MachineFigures | None:
+def read_figures(device: torch.device, threads: int, folder: Path) -> MachineFigures | None:
+    """Read what was measured on this device, at any time; None if nothing was."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        if time.time() - path.stat().st_mtime < MAX_FIGURES_AGE_S:
-            return MachineFigures.from_json(path.read_text("utf-8"))
+        text = _figures_path(device, threads, folder).read_text("utf-8")
+        return MachineFigures.from_json(text)
     return None
 
 
@@ -236,6 +238,38 @@ def _measure_with_load(device: torch.device) -> MachineFigures:
     own_cores = (time.process_time() - own_s) / (time.monotonic() - started)
     others_share = idle_cores.busy_share() - own_cores / idle_cores.num_cores
     return MachineFigures(kinds, max(others_share, 0.0))
+
+
+def find_roofline(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    quant_type: QuantType,
+    device: torch.device,
+    folder: Path,
+) -> Roofline | None:
+    """The roofline of a model's blocks here, by figures of an earlier measurement in `folder`.
+
+    None without one: measuring takes seconds, which a node's start has not. Raises as
+    `compute_block_bytes`.
+    """
+    kind = str(dtype).removeprefix("torch.") if quant_type == "none" else quant_type
+    measured = read_figures(device, torch.get_num_threads(), folder)
+    figures = None if measured is None else measured.kinds.get(kind)
+    if figures is None:
+        return None
+    block_bytes = compute_block_bytes(checkpoint, dtype, quant_type)
+    plain_bytes = compute_block_bytes(checkpoint, dtype)
+    active = active_fraction(checkpoint)
+    read_bytes = active * sum(block_bytes) / len(block_bytes)
+    flop = active * 2 * sum(plain_bytes) / dtype.itemsize / len(plain_bytes)
+    return Roofline(figures, BlockWork(read_bytes, flop))
+
+
+def _figures_path(device: torch.device, threads: int, folder: Path) -> Path:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    words = f"{name} {threads} {torch.__version__} {_FIGURES_VERSION}"
+    return folder / f"figures-{re.sub(r'[^A-Za-z0-9]+', '-', words)}.json"
 
 
 def main() -> None:

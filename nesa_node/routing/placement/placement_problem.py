@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from nesa_node.core.arrays import Bools, Floats, Ints
 from nesa_node.core.ids import Span
 from nesa_node.routing.chain_request import ChainProblem, ChainRequest, NodeValues, build_problem
+from nesa_node.topology.predicted_speeds import predict_speeds
 from nesa_node.topology.shape.failure_domains import failure_domains, members_DN
 from nesa_node.topology.snapshot import Snapshot
 
@@ -176,12 +177,13 @@ def make_placement_problem(
     It covers the whole model, whatever span the requests run, and includes nodes whose cache is
     full; nodes excluded by the first request are left out. A node that does not announce its
     capacity keeps the number of blocks that it holds. A node without blocks gets its announced
-    speed as that of a single block. Each request is one client.
+    speed as that of a single block. A node that has measured no speed gets that of its roofline,
+    where it announces one. Each request is one client.
     """
     first, *others = [requests] if isinstance(requests, ChainRequest) else requests
     if snapshot.num_blocks < 1:
         raise ValueError("a model without blocks needs no placement")
-    everyone = (*snapshot.nodes, *snapshot.joining)
+    everyone = predict_speeds((*snapshot.nodes, *snapshot.joining))
     whole = Span(0, snapshot.num_blocks)
     pretended = replace(
         snapshot, nodes=tuple(node.with_span(whole) for node in everyone), joining=()

@@ -8,13 +8,15 @@ only the last one sends, adds seconds to dimensionless numbers, and ignores how 
 covers (`strategies.py` implements it). Here the next node minimises::
 
     ( w_t sum over the last 1 + context senders of (transfer / reference)^gamma
-    + w_c (seconds of the visit, or C/G, / reference)^beta
+    + w_c (seconds of the visit, or C/G, / reference)^beta + w_m (1 - G) + w_k (1 - K)
     + w_r (unreliability / reference)^alpha ) / blocks gained
 
-where unreliability is 1 - R x S^w_s, with S the topological stability (section 3.1). The last
-sender's transfer includes the way back to the client, as far as a node makes it longer: a rule that
-looks one step ahead would otherwise choose a faster node on another continent and pay for the
-return. A node runs its span to the end, except for blocks that a faster next node also holds.
+where C is the larger of a node's load and of the used share of its machine's memory, G the free
+share of the memory that holds the weights, K that of the KV cache, and unreliability is 1 - R x
+S^w_s, with S the topological stability (section 3.1). The last sender's transfer includes the way
+back to the client, as far as a node makes it longer: a rule that looks one step ahead would
+otherwise choose a faster node on another continent and pay for the return. A node runs its span to
+the end, except for blocks that a faster next node also holds.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ class GreedyParameters:
 
     `context` is alpha of eq. 2 (not of eq. 18): earlier senders whose transfers count. `beam`:
     partial chains that are kept, and first nodes that are tried; `branches`: next nodes that are
-    tried for each of them. With 1 and 1 it is the rule of the paper. `stability_weight` is w_s; it
-    is 0 since it gains nothing (`benchmarks tuning`): R alone counts.
+    tried for each of them. With 1 and 1 it is the rule of the paper. `stability_weight` is w_s,
+    `memory_weight` w_m, `cache_weight` w_k; they are 0 since they gain nothing (`benchmarks
+    tuning`).
     """
 
     gamma: float = 1.0
@@ -52,6 +55,8 @@ class GreedyParameters:
     load_weight: float = 1.0
     reliability_weight: float = 0.1
     stability_weight: float = 0.0
+    memory_weight: float = 0.0
+    cache_weight: float = 0.0
     context: int = 0
     load: LoadTerm = "seconds"
     beam: int = 8
@@ -62,6 +67,7 @@ class GreedyParameters:
             *(self.gamma, self.beta, self.alpha),
             *(self.transfer_weight, self.load_weight),
             *(self.reliability_weight, self.stability_weight),
+            *(self.memory_weight, self.cache_weight),
         )
         if not all(0.0 <= number < float("inf") for number in numbers) or self.context < 0:
             raise ValueError(f"exponents, weights and context must be finite, not below 0: {self}")
@@ -103,10 +109,16 @@ class GreedyInputs:
             node_K=node_K,
             gained_K=gained_K,
             seconds_K=seconds_K,
-            ratio_N=problem.load_N / np.maximum(problem.spare_N, _MIN_SPARE),
+            ratio_N=load_and_pressure(problem) / np.maximum(problem.spare_N, _MIN_SPARE),
             reference_s=_positive_median(np.concatenate((transfers, problem.entry_s_N)), 0.1),
             reference_unreliable=_positive_median(1.0 - problem.reliability_N, 0.01),
         )
+
+
+def load_and_pressure(problem: ChainProblem) -> Floats:
+    """C of eq. 18, [N]: the larger of a node's load and of the used share of its memory."""
+    load_N: Floats = np.maximum(problem.load_N, problem.pressure_N)
+    return load_N
 
 
 class GreedyRule:
@@ -125,9 +137,17 @@ class GreedyRule:
         else:
             load_K = (prepared.ratio_N**p.beta)[prepared.node_K]
         fixed_K: Floats = p.load_weight * load_K
+        fixed_K += self._memory_N()[prepared.node_K]
         fixed_K += self._reliability_N(p.stability_weight)[prepared.node_K]
         fixed_K /= prepared.gained_K
         return fixed_K
+
+    def _memory_N(self) -> Floats:
+        """The terms of used memory and used cache of each node, weighted."""
+        p, problem = self._parameters, self._prepared.problem
+        term_N: Floats = p.memory_weight * (1.0 - problem.spare_N)
+        term_N += p.cache_weight * (1.0 - problem.cache_N)
+        return term_N
 
     def _reliability_N(self, stability_weight: float) -> Floats:
         """The reliability term of each node, weighted."""
@@ -167,13 +187,17 @@ class GreedyRule:
     def terms(self, chain: Chain) -> dict[str, float]:
         """The weighted terms of `chain`, summed over its visits, not divided by blocks gained.
 
-        "stability", there if it is weighed, is what it adds to the reliability term.
+        "stability", there if it is weighed, is what it adds to the reliability term; "memory" has
+        the terms of memory and cache, there if one of them is weighed.
         """
         p, prepared = self._parameters, self._prepared
         sums = {"transfer": 0.0, "load": 0.0, "reliability": 0.0}
         reliability_N, both_N = self._reliability_N(0.0), self._reliability_N(p.stability_weight)
         if p.stability_weight > 0.0:
             sums["stability"] = float((both_N - reliability_N)[[each.node for each in chain]].sum())
+        memory_N = self._memory_N()
+        if p.memory_weight > 0.0 or p.cache_weight > 0.0:
+            sums["memory"] = float(memory_N[[each.node for each in chain]].sum())
         for at, visit in enumerate(chain):
             pairs = slice(prepared.first_B1[visit.start], prepared.first_B1[visit.start + 1])
             nodes, scores = self.scores(visit.start, chain[:at])
@@ -181,7 +205,7 @@ class GreedyRule:
             gained = float(prepared.gained_K[pairs][pick])
             fixed = float(self._fixed_K[pairs][pick]) * gained
             sums["transfer"] += float(scores[pick]) * gained - fixed
-            sums["load"] += fixed - float(both_N[visit.node])
+            sums["load"] += fixed - float(both_N[visit.node] + memory_N[visit.node])
             sums["reliability"] += float(reliability_N[visit.node])
         return sums
 

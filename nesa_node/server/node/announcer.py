@@ -24,6 +24,7 @@ from nesa_node.swarm.dht.records import NodeStatus
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.protocol.messages import VERSION
 from nesa_node.topology.links.matrix import MeasuredLink, pack_links, unpack_links
+from nesa_node.topology.roofline import Roofline, pack_roofline
 
 log = get_logger(__name__)
 
@@ -58,6 +59,7 @@ class NodeFacts:
     public_name: str | None
     max_blocks: int
     location: tuple[float, float] | None
+    roofline: Roofline | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +178,7 @@ class Announcer:
             measured=self._packed_links(),
             max_blocks=facts.max_blocks,
             location=facts.location,
+            figures=pack_roofline(facts.roofline),
         )
 
     def _packed_links(self) -> bytes:

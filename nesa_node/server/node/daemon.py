@@ -23,6 +23,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry
 from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.models import NodeConfig, OrchestratorConfig, PeerConfig
+from nesa_node.engine.model.machine_figures import find_roofline
 from nesa_node.server.node.announcer import Announcer, NodeFacts
 from nesa_node.server.node.invitation import (
     check_ready_file,
@@ -58,6 +59,7 @@ from nesa_node.server.scheduler.scheduler import open_scheduler
 from nesa_node.swarm.node import Swarm, open_swarm, probe_rtts
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import running_in_background
+from nesa_node.topology.roofline import Roofline
 
 log = get_logger(__name__)
 
@@ -175,12 +177,13 @@ async def serve_node(
         open_scheduler(executor) as scheduler,
     ):
         move_limiter = move_limiter or make_move_limiter(config)
+        roofline = await asyncio.to_thread(_find_roofline, config, served)
         runner = SpanRunner(
             config=config,
             served=served,
             swarm=swarm,
             scheduler=scheduler,
-            announcer=_make_announcer(config, served, blocks, swarm, move_limiter),
+            announcer=_make_announcer(config, served, blocks, swarm, move_limiter, roofline),
             move_limiter=move_limiter,
             shutdown=Shutdown(stopping, swarm.transport),
         )
@@ -281,12 +284,23 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
+def _find_roofline(config: NodeConfig, served: NodeModel) -> Roofline | None:
+    return find_roofline(
+        served.checkpoint,
+        dtype=served.dtype,
+        quant_type=served.quant_type,
+        device=served.device,
+        folder=config.cache_dir,
+    )
+
+
 def _make_announcer(
     config: NodeConfig,
     served: NodeModel,
     max_blocks: int,
     swarm: Swarm,
     move_limiter: MoveLimiter,
+    roofline: Roofline | None,
 ) -> Announcer:
     facts = NodeFacts(
         model_id=served.model_id,
@@ -299,6 +313,7 @@ def _make_announcer(
         public_name=config.public_name,
         max_blocks=max_blocks,
         location=config.location,
+        roofline=roofline,
     )
     return Announcer(
         swarm.directory,

@@ -14,7 +14,11 @@ from nesa_node.core.ids import ModelId, Span, is_model_name
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.models import SharedConfig
-from nesa_node.engine.model.devices import cache_bytes_per_token, compute_block_bytes
+from nesa_node.engine.model.devices import (
+    active_fraction,
+    cache_bytes_per_token,
+    compute_block_bytes,
+)
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.demo_model import DEMO_MODEL_NAME, demo_model_path
 from nesa_node.engine.weights.hub import open_checkpoint
@@ -72,7 +76,7 @@ def describe_model(checkpoint: Checkpoint) -> tuple[ModelShape, ModelId]:
     for quant_type in QUANT_TYPES[1:]:
         with suppress(UnsupportedModelError):
             sizes[quant_type] = compute_block_bytes(checkpoint, dtype, quant_type)
-    active = _active_fraction(checkpoint)
+    active = active_fraction(checkpoint)
     work = {
         quant_type: tuple(
             BlockWork(active * size, active * 2 * plain / dtype.itemsize)
@@ -106,11 +110,3 @@ def _block_files(checkpoint: Checkpoint) -> tuple[Mapping[str, int], ...]:
     names = (skeleton.source_names(skeleton.block_names(span)) for span in spans)
     files = tuple(checkpoint.download_sizes(each) for each in names)
     return files if any(files) else ()
-
-
-def _active_fraction(checkpoint: Checkpoint) -> float:
-    """Share of a block's weights that one token uses: a mixture chooses few of its experts."""
-    config = checkpoint.config
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    used = getattr(config, "num_experts_per_tok", None)
-    return used / experts if experts and used else 1.0

@@ -37,6 +37,7 @@ from nesa_node.swarm.dht.sealing import (
 )
 from nesa_node.swarm.dht.shards import MAX_LEVEL, Shard, find_shard
 from nesa_node.topology.links.matrix import MAX_PACKED_BYTES, MeasuredLink, unpack_links
+from nesa_node.topology.roofline import PACKED_BYTES, unpack_roofline
 from nesa_node.topology.snapshot import NodeState
 
 MAX_RECORD_BYTES = 4096
@@ -56,6 +57,16 @@ def _check_packed_links(packed: bytes) -> bytes:
 
 PackedLinks = Annotated[
     bytes, Field(max_length=MAX_PACKED_BYTES), AfterValidator(_check_packed_links)
+]
+
+
+def _check_packed_figures(packed: bytes) -> bytes:
+    unpack_roofline(packed)
+    return packed
+
+
+PackedFigures = Annotated[
+    bytes, Field(max_length=PACKED_BYTES), AfterValidator(_check_packed_figures)
 ]
 
 
@@ -115,6 +126,9 @@ class NodeStatus(BaseModel):
         | None
     ) = None
     """Latitude and longitude in degrees."""
+    figures: PackedFigures = b""
+    """What the device was measured to do with weights of this kind, and what a mean block asks of
+    it, packed (`topology/roofline.py`)."""
 
     @model_validator(mode="after")
     def _check_span(self) -> Self:
@@ -166,7 +180,10 @@ class NodeRecord(NodeStatus, Statement):
 
     def node_state(self) -> NodeState:
         shared = {name: getattr(self, name) for name in _SHARED_FIELDS}
-        return NodeState(peer_id=PeerId(self.peer_id), span=Span(*self.span), **shared)
+        roofline = unpack_roofline(self.figures)
+        return NodeState(
+            peer_id=PeerId(self.peer_id), span=Span(*self.span), roofline=roofline, **shared
+        )
 
     def measured_links(self) -> tuple[MeasuredLink, ...]:
         return unpack_links(self.measured)

@@ -101,7 +101,7 @@ class LinkEncoder:
             return
         hidden_size, dtype = states.hidden_size, tensors.DTYPES[states.dtype]
         for codec in self._candidates:
-            self._costs[codec] = await asyncio.to_thread(_cost, codec, hidden_size, dtype)
+            self._costs[codec] = await asyncio.to_thread(link_cost, codec, hidden_size, dtype)
         self._is_prepared = True
         nbytes = min(PROBE_BYTES, states.max_nbytes)
         if self._speed.needs_probe and nbytes >= MIN_SAMPLE_BYTES:
@@ -164,7 +164,8 @@ def _encode(hidden: HiddenStates, codec: str) -> Encoded:
 
 
 @functools.cache
-def _cost(codec: str, hidden_size: int, dtype: torch.dtype) -> CodecLinkCost:
+def link_cost(codec: str, hidden_size: int, dtype: torch.dtype) -> CodecLinkCost:
+    """Cost of a codec on this machine, measured once. Blocks for milliseconds."""
     if codec == UNCOMPRESSED:
         return PLAIN_COST
     measured = measure_codec_cost(codec, hidden_size=hidden_size, dtype=dtype)

@@ -15,7 +15,7 @@ Legend: N nodes, B blocks, S possible starts.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,6 +50,10 @@ class Block:
 LLAMA_70B = Block(parameters=855_654_400, cache_bytes=4096, hidden_bytes=16_384)
 """The default block: hidden 8192, feed-forward 28672, 64 query and 8 KV heads. 80 such blocks are
 Llama 2 70B."""
+
+
+_WITHOUT_OWN_MEMORY = ("laptop-cpu", "m2max")
+"""Devices that compute in the machine's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,27 +191,41 @@ def draw_nodes(
     for row, (device, span) in enumerate(zip(devices, spans, strict=True)):
         blocks = len(span)
         luck = float(luck_N[row])
-        cache_tokens = int(
-            device.memory_bytes * CACHE_MEMORY_FRACTION / (block.cache_bytes * blocks)
-        )
+        cache_bytes = device.memory_bytes * CACHE_MEMORY_FRACTION
+        weight_bytes = block.weight_bytes(quantization) * blocks
+        cache_tokens = int(cache_bytes / (block.cache_bytes * blocks))
+        used_bytes = weight_bytes + float(taken_N[row]) * cache_bytes
         nodes.append(
-            NodeState(
-                PeerId(f"n{row:04d}"),
-                span,
-                dtype="float16",
-                quantization=quantization,
-                prefill_tokens_per_s=luck * device.prefill_block_tokens_per_s(block) / blocks,
-                decode_tokens_per_s=luck / (device.decode_block_s(block, quantization) * blocks),
-                free_cache_tokens=int(cache_tokens * (1.0 - taken_N[row])),
-                total_cache_tokens=cache_tokens,
-                load=float(load_N[row]),
-                uptime_s=float(uptime_s_N[row]),
-                max_blocks=max(blocks, device.max_blocks(block, quantization)),
-                reliability=float(reliability_N[row]),
-                location=(float(location_N2[row, 0]), float(location_N2[row, 1])),
+            _with_memory(
+                device,
+                used_bytes,
+                NodeState(
+                    PeerId(f"n{row:04d}"),
+                    span,
+                    dtype="float16",
+                    quantization=quantization,
+                    prefill_tokens_per_s=luck * device.prefill_block_tokens_per_s(block) / blocks,
+                    decode_tokens_per_s=luck
+                    / (device.decode_block_s(block, quantization) * blocks),
+                    free_cache_tokens=int(cache_tokens * (1.0 - taken_N[row])),
+                    total_cache_tokens=cache_tokens,
+                    load=float(load_N[row]),
+                    uptime_s=float(uptime_s_N[row]),
+                    max_blocks=max(blocks, device.max_blocks(block, quantization)),
+                    reliability=float(reliability_N[row]),
+                    location=(float(location_N2[row, 0]), float(location_N2[row, 1])),
+                ),
             )
         )
     return tuple(nodes)
+
+
+def _with_memory(device: Device, used_bytes: float, node: NodeState) -> NodeState:
+    total = device.memory_bytes
+    free = max(total - int(used_bytes), 0)
+    if device.name in _WITHOUT_OWN_MEMORY:
+        return replace(node, cpu_memory_total_bytes=total, cpu_memory_free_bytes=free)
+    return replace(node, gpu_memory_total_bytes=total, gpu_memory_free_bytes=free)
 
 
 MAX_SPAN_FRACTION = 0.5

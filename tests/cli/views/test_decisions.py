@@ -125,3 +125,16 @@ def test_a_session_says_what_failures_stability_and_queueing_cost(
     assert "failures are expected to cost 10.0 ms more per token" in text
     assert "unstable places in the network are expected to cost 12.5 ms more per token" in text
     assert "tuned weights count queueing 25.0 ms more per token" in text
+
+
+def test_a_session_says_how_long_its_prompt_was(
+    log: DecisionLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = _snapshot((0, 20))
+    hops = (Hop(snapshot.nodes[0].peer_id, Span(0, 20)),)
+    for name, prompt in (("aa", 0), ("bb", 300)):
+        plan = ChainPlan(hops, ChainRequest(span=Span(0, 20), prompt_tokens=prompt))
+        body = describe_decision(snapshot, plan, LatencyStrategy(), "opened")
+        log.add(LoggedDecision("session", name * 16, 1.8e9, body))
+    assert "\na step was expected" in _explain(capsys, "aaaa")
+    assert "share of a prompt of 300 tokens" in _explain(capsys, "bbbb")

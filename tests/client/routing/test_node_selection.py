@@ -310,3 +310,20 @@ async def test_node_that_failed_is_a_last_resort_only_where_one_must_be_found() 
     assert hops == (*keep, Hop(PeerId("failed"), Span(2, 4)))
     with pytest.raises(MissingBlocksError):
         await nodes.plan_hops(keep, drop, exclude_suspects=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "dropped", "expected"),
+    [(20, (), "decoder"), (500, (), "reader"), (500, ("gone",), "decoder")],
+    ids=["short", "long", "repair"],
+)
+async def test_long_prompts_choose_nodes_that_read_them_fast(
+    prompt: int, dropped: tuple[str, ...], expected: str
+) -> None:
+    """A chain that replaces another one decodes: its cache is replayed, or handed over."""
+    reader = _state("reader", 0, 4, decode_tokens_per_s=9.0, prefill_tokens_per_s=400.0)
+    decoder = _state("decoder", 0, 4, prefill_tokens_per_s=40.0)
+    snapshot = Snapshot(MODEL, 4, (reader, decoder), taken_at=0.0)
+    nodes, _ = _nodes_of(snapshot, prompt_tokens=prompt)
+    hops, _ = await nodes.plan_hops((), frozenset(map(PeerId, dropped)), may_ping=True)
+    assert [str(hop.peer_id) for hop in hops] == [expected]

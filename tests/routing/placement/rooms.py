@@ -35,6 +35,8 @@ def random_room(
         visit_s_N=np.full(num_nodes, 0.001),
         load_N=rng.random(num_nodes) * 0.5,
         spare_N=np.ones(num_nodes),
+        cache_N=np.ones(num_nodes),
+        pressure_N=np.zeros(num_nodes),
         reliability_N=1.0 - 0.2 * rng.random(num_nodes),
         stability_N=np.ones(num_nodes),
         entry_s_N=ends_s_N,

@@ -15,6 +15,7 @@ from nesa_node.server.node import announcer as announcer_module
 from nesa_node.server.node.announcer import Announcer, Capacity, NodeFacts
 from nesa_node.swarm.dht.records import NodeStatus
 from nesa_node.topology.links.matrix import MeasuredLink, pack_links, peer_digest
+from nesa_node.topology.roofline import BlockWork, Roofline, WeightFigures, pack_roofline
 from tests.swarm.local_swarm import eventually
 
 FACTS = NodeFacts(
@@ -155,3 +156,14 @@ async def test_what_the_dht_did_not_take_is_told_again(monkeypatch: pytest.Monke
     assert len(directory.published) <= told + 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "roofline", [None, Roofline(WeightFigures(0.0, 1e9, 1e12), BlockWork(1e7, 1e7))]
+)
+async def test_figures_are_told_where_there_are_some(roofline: Roofline | None) -> None:
+    directory = _Directory()
+    facts = replace(FACTS, roofline=roofline)
+    announcer = Announcer(directory, facts, measured_links=list)  # type: ignore[arg-type]
+    await announcer.announce("joining", Span(0, 4))
+    assert directory.published[-1].figures == pack_roofline(roofline)

@@ -26,10 +26,15 @@ from nesa_node.swarm.dht.sealing import (
     seal_statement,
 )
 from nesa_node.swarm.p2p.identity import Identity, Membership
+from nesa_node.topology.roofline import BlockWork, Roofline, WeightFigures, pack_roofline
 from tests.swarm.record_fields import make_record, make_status
 
 NOW = 1_800_000_000.0
 PUBLIC = Membership(None)
+
+
+ROOFLINE = Roofline(WeightFigures(0.5, 2.0**40, 2.0**45, True), BlockWork(2.0**29, 2.0**30))
+"""Of numbers that have few digits in binary."""
 
 
 @pytest.fixture(scope="module")
@@ -275,3 +280,34 @@ def test_without_a_checkpoint_most_nodes_say_how_many_blocks_there_are(
 def test_status_takes_no_float_for_a_count() -> None:
     with pytest.raises(ValidationError):
         make_status(free_cache_tokens=1.5)
+
+
+def test_figures_and_memory_of_a_device_reach_the_node_state(identity: Identity) -> None:
+    record = make_record(
+        identity,
+        NOW,
+        figures=pack_roofline(ROOFLINE),
+        gpu_memory_total_bytes=80,
+        gpu_memory_free_bytes=20,
+        cpu_memory_total_bytes=7,
+        cpu_memory_free_bytes=5,
+    )
+    sealed = seal_statement(record, identity)
+    state = open_record(sealed, now=NOW).node_state()
+    assert state.roofline == ROOFLINE
+    assert (state.gpu_memory_total_bytes, state.gpu_memory_free_bytes) == (80, 20)
+    assert (state.cpu_memory_total_bytes, state.cpu_memory_free_bytes) == (7, 5)
+    without = make_record(identity, NOW, figures=b"")
+    assert without.node_state().roofline is None
+
+
+def test_figures_take_21_bytes_of_a_record(identity: Identity) -> None:
+    fields = _fields(identity, figures=pack_roofline(ROOFLINE))
+    older = {name: value for name, value in fields.items() if name != "figures"}
+    assert len(msgspec.msgpack.encode(fields)) - len(msgspec.msgpack.encode(older)) == 21
+    assert open_record(_sign_fields(identity, older), now=NOW).figures == b""
+
+
+@pytest.mark.parametrize("figures", [b"\0", b"\0" * 11, b"\xff" * 11, b"\0" * 500, "text"])
+def test_what_are_no_figures_makes_no_record(identity: Identity, figures: object) -> None:
+    assert _reason(_sign_fields(identity, _fields(identity, figures=figures))) == "malformed"

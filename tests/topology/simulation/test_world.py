@@ -84,3 +84,18 @@ def test_impossible_worlds_are_refused() -> None:
     for nodes, blocks, regions in ((0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 99)):
         with pytest.raises(ValueError, match="got"):
             make_world(nodes, blocks, np.random.default_rng(0), num_regions=regions)
+
+
+def test_memory_of_nodes_holds_their_blocks_and_the_used_part_of_their_cache() -> None:
+    """A tenth of the memory is for the cache; laptops have no memory of a GPU."""
+    world = make_world(40, 80, np.random.default_rng(3))
+    kinds = set()
+    for node in world.snapshot.nodes:
+        total, free = node.gpu_memory_total_bytes, node.gpu_memory_free_bytes
+        kinds.add(total > 0)
+        if total == 0:
+            total, free = node.cpu_memory_total_bytes, node.cpu_memory_free_bytes
+        weights = LLAMA_70B.weight_bytes(node.quantization) * len(node.span)
+        used_cache = total * 0.1 * (1 - node.free_cache_tokens / node.total_cache_tokens)
+        assert free == pytest.approx(max(total - weights - used_cache, 0), abs=2e-3 * total)
+    assert kinds == {True, False}
