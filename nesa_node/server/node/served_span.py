@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -201,7 +202,8 @@ async def _remeasure_loop(
         return measure_throughput(blocks, stop=lambda: ending.is_set() or executor.has_queue)
 
     while True:
-        await asyncio.sleep(SAMPLE_INTERVAL_S)
+        # Several nodes of one computer are not to measure at the same time.
+        await asyncio.sleep(SAMPLE_INTERVAL_S * random.uniform(0.8, 1.2))
         idle, now = idle_cores(), time.monotonic()
         if executor.idle_s < SAMPLE_INTERVAL_S:
             policy.discard_sample()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,8 @@ log = get_logger(__name__)
 
 TIMEOUT_S = 120.0
 AGAIN_INTERVAL_S = 20.0
-"""Interval at which a machine that was busy during its measurement is looked at."""
+"""Interval at which a machine that was busy during its measurement is looked at; half to one and a
+half times as long, so that several on one computer do not disturb each other."""
 
 
 class DeviceFigures:
@@ -64,6 +66,6 @@ class DeviceFigures:
         await self.wait()
         while not self._is_final:
             idle_cores = IdleCores()
-            await asyncio.sleep(AGAIN_INTERVAL_S)
+            await asyncio.sleep(AGAIN_INTERVAL_S * random.uniform(0.5, 1.5))
             if is_free() and idle_cores.busy_share() <= QUIET_SHARE:
                 await self.measure()
