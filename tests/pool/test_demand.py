@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,9 +26,10 @@ PROMPT_TOKENS, CLIENTS = 1024, 3
 PATIENCE_S = 240.0
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    folder = tmp_path_factory.mktemp("demand")
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    """Of one test: what machines start during a test has to end with it."""
+    folder = tmp_path
     for seed, model in enumerate((FIRST, SECOND)):
         target = folder / "cache" / model
         target.mkdir(parents=True)
