@@ -35,5 +35,6 @@ def _fields_of_a_gpu(self: PoolMember) -> dict[str, Any]:
 
 if __name__ == "__main__":
     member.describe_device = lambda device: ("Artificial GPU", 1)
+    # Patched, since no setting makes a machine lie about its device.
     PoolMember._offer_fields = _fields_of_a_gpu  # type: ignore[method-assign]
     main()

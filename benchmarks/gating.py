@@ -53,6 +53,8 @@ from nesa_node.server.orchestrator.planner import (
     PLAN_TRIGGERS,
     PlacementDecision,
     Rebalancer,
+)
+from nesa_node.server.orchestrator.swarm_score import (
     apply_moves,
 )
 from nesa_node.sharding.span_placement import choose_span

@@ -222,7 +222,7 @@ class SwarmObserver:
                 await self.poll_pool()
             except (NesaError, OSError) as error:
                 log.warning("pool_poll_failed", reason=str(error))
-            except Exception:  # as above
+            except Exception:  # a bug: the page keeps what it knows of the pool
                 log.exception("pool_poll_failed")
             await asyncio.sleep(POOL_INTERVAL_S)
 

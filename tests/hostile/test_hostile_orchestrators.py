@@ -17,7 +17,9 @@ from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.routing.reputation import blame_factor
 from nesa_node.server.orchestrator.placement_filter import PlacementFilter
-from nesa_node.server.orchestrator.planner import score_swarm
+from nesa_node.server.orchestrator.swarm_score import (
+    score_swarm,
+)
 from nesa_node.swarm.dht.pool_notices import NOTICE_KINDS
 from nesa_node.swarm.dht.records import model_key
 from nesa_node.swarm.dht.rpc import PROTOCOL_PREFIX, CallBudget

@@ -10,7 +10,7 @@ from cyclopts import CycloptsError
 
 from nesa_node.cli.app import app, repeat_list_flags
 from nesa_node.core.settings.models import ALL_CONFIGS
-from nesa_node.server.pool.pool_file import read_pool_file
+from nesa_node.server.pool.machines import read_pool_file
 from tests.packaging.command_lines import (
     Line,
     command_lines,

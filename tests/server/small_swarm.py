@@ -7,7 +7,9 @@ from typing import Any
 
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.server.orchestrator.placement_filter import PlacementFilter
-from nesa_node.server.orchestrator.planner import SwarmScore
+from nesa_node.server.orchestrator.swarm_score import (
+    SwarmScore,
+)
 from nesa_node.swarm.dht.sealing import AnnouncedMove, PlacementNotice
 from nesa_node.topology.snapshot import NodeState, Snapshot
 from tests.swarm.notice_fields import PEERS

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -165,18 +165,7 @@ def list_swarms(
 ) -> int:
     """List the swarms that were asked for, and what became of them."""
 
-    async def work(pool: PoolClient, _: Swarm) -> int:
-        view = await pool.view()
-        if as_json:
-            json.dump(view.as_json(), sys.stdout, indent=2)
-            print()
-        else:
-            from nesa_node.cli.views.pool import print_swarms
-
-            print_swarms(view)
-        return 0
-
-    return _run(work, flags)
+    return _run_view("swarms", flags, as_json=as_json)
 
 
 def show(
@@ -210,15 +199,26 @@ def show(
 def pool(*, as_json: JsonFlag = False, flags: Flags["PoolClientConfig"] | None = None) -> int:
     """List the machines on offer: device, memory, what they hold."""
 
-    async def work(client: PoolClient, _: Swarm) -> int:
-        view = await client.view()
+    return _run_view("machines", flags, as_json=as_json)
+
+
+def _run_view(
+    shown: Literal["swarms", "machines"],
+    flags: Flags["PoolClientConfig"] | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Read the pool and print a table of it, or all as JSON."""
+
+    async def work(pool: PoolClient, _: Swarm) -> int:
+        view = await pool.view()
         if as_json:
             json.dump(view.as_json(), sys.stdout, indent=2)
             print()
         else:
-            from nesa_node.cli.views.pool import print_machines
+            from nesa_node.cli.views.pool import print_machines, print_swarms
 
-            print_machines(view)
+            (print_swarms if shown == "swarms" else print_machines)(view)
         return 0
 
     return _run(work, flags)

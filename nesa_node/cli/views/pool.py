@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from nesa_node.cli.views.text_parts import make_console, make_plain_table
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import PeerId
-from nesa_node.server.pool.chain_times import (
+from nesa_node.server.pool.dry_run import DryRun, MachineLabel, Wanted
+from nesa_node.server.pool.requests import PoolView
+from nesa_node.server.pool.speeds import (
     PROMPT_TOKENS,
     TimedSpan,
     fastest_chain,
     measured_spans,
 )
-from nesa_node.server.pool.dry_run import DryRun, MachineLabel, Wanted
-from nesa_node.server.pool.requests import PoolView
 from nesa_node.swarm.dht.pool_notices import Offer
 from nesa_node.swarm.dht.records import NodeRecord, majority_num_blocks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import embedder_and_head_names
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.skeleton import Skeleton
+from nesa_node.topology.roofline import BlockWork
 
 _DEVICE_TYPES = ("cpu", "cuda", "mps")
 
@@ -89,12 +90,28 @@ def compute_block_bytes(
     )
 
 
-def active_fraction(checkpoint: Checkpoint) -> float:
+def _active_fraction(checkpoint: Checkpoint) -> float:
     """Return the share of a block's weights that one token uses, of a mixture of experts."""
     config = checkpoint.config
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     used = getattr(config, "num_experts_per_tok", None)
     return used / experts if experts and used else 1.0
+
+
+def compute_block_work(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    block_bytes: Sequence[int],
+    plain_bytes: Sequence[int],
+) -> tuple[BlockWork, ...]:
+    """What one token asks of each block. `block_bytes` and `plain_bytes` are of
+    `compute_block_bytes`, as held and without quantization.
+    """
+    active = _active_fraction(checkpoint)
+    return tuple(
+        BlockWork(active * size, active * 2 * plain / dtype.itemsize)
+        for size, plain in zip(block_bytes, plain_bytes, strict=True)
+    )
 
 
 def cache_bytes_per_token(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

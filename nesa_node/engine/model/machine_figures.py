@@ -31,9 +31,9 @@ from nesa_node.engine.kernels.threads import QUIET_SHARE, IdleCores, fix_threads
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.devices import (
     MAX_PREFILL_TOKENS,
-    active_fraction,
     choose_device,
     compute_block_bytes,
+    compute_block_work,
     measure_throughput,
     release_memory,
 )
@@ -266,10 +266,9 @@ def find_roofline(
         return None
     block_bytes = compute_block_bytes(checkpoint, dtype, quant_type)
     plain_bytes = compute_block_bytes(checkpoint, dtype)
-    active = active_fraction(checkpoint)
-    read_bytes = active * sum(block_bytes) / len(block_bytes)
-    flop = active * 2 * sum(plain_bytes) / dtype.itemsize / len(plain_bytes)
-    return Roofline(figures, BlockWork(read_bytes, flop))
+    works = compute_block_work(checkpoint, dtype, block_bytes, plain_bytes)
+    read_bytes = sum(work.read_bytes for work in works) / len(works)
+    return Roofline(figures, BlockWork(read_bytes, sum(work.flop for work in works) / len(works)))
 
 
 def _figures_path(device: torch.device, threads: int, folder: Path) -> Path:

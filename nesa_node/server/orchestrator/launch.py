@@ -23,8 +23,11 @@ from nesa_node.server.orchestrator.history import History
 from nesa_node.server.orchestrator.learner import Learner
 from nesa_node.server.orchestrator.orchestrator import Orchestrator, OrchestratorIntervals
 from nesa_node.server.orchestrator.placement_filter import PlacementFilter
-from nesa_node.server.orchestrator.planner import PlacementPlanner, Rebalancer, score_swarm
+from nesa_node.server.orchestrator.planner import PlacementPlanner, Rebalancer
 from nesa_node.server.orchestrator.snapshot_store import SnapshotStore, snapshots_path
+from nesa_node.server.orchestrator.swarm_score import (
+    score_swarm,
+)
 from nesa_node.swarm.dht.records import filter_by_model
 from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.swarm.directory import Directory

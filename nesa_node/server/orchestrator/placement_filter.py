@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
-from nesa_node.server.orchestrator.planner import (
+from nesa_node.server.orchestrator.swarm_score import (
     ScoreSwarm,
     SwarmScore,
     apply_moves,

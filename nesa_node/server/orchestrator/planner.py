@@ -1,4 +1,4 @@
-"""Planner of an orchestrator: decides on one snapshot what moves, and scores a swarm.
+"""Planner of an orchestrator: decides on one snapshot what moves.
 
 Pure but for what it remembers between snapshots; `Orchestrator` runs it in a thread.
 """
@@ -6,7 +6,7 @@ Pure but for what it remembers between snapshots; `Orchestrator` runs it in a th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, get_args
 
@@ -23,6 +23,7 @@ from nesa_node.routing.placement.placement_problem import (
 from nesa_node.routing.placement.rebalance import RebalancePolicy, no_moves, rebalance
 from nesa_node.routing.placement.schemas import SchemaChoice, SchemaLibrary, choose_schema
 from nesa_node.routing.placement.score import Goal, score_assignment
+from nesa_node.server.orchestrator.swarm_score import REPLICAS
 from nesa_node.swarm.dht.sealing import MAX_MAGNITUDE, MAX_PLACEMENT_MOVES, AnnouncedMove
 from nesa_node.topology.changes.detector import (
     BlockHoldings,
@@ -40,64 +41,7 @@ from nesa_node.topology.changes.triggers import (
     make_connectivity,
 )
 from nesa_node.topology.shape.merge_tree import round_trip_filtration
-from nesa_node.topology.snapshot import NodeState, Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmScore:
-    holes: int
-    """Blocks without a holder."""
-    missing_replicas: int
-    """Holders missing to have `REPLICAS` of each block."""
-    latency_s: float
-    """Seconds per step."""
-    steps_per_s: float
-    """Steps per second of the whole swarm."""
-    exposed: int
-    """Pairs of a block and a failure domain that contains all of its holders."""
-
-
-ScoreSwarm = Callable[[Snapshot], SwarmScore]
-"""Scores the serving nodes of a snapshot."""
-
-
-def apply_moves(snapshot: Snapshot, moves: Iterable[AnnouncedMove]) -> Snapshot:
-    """The swarm after the moves that still start from their nodes' spans."""
-    spans = {move.peer: move.span for move in moves if is_applicable(snapshot, move)}
-    return replace(
-        snapshot,
-        nodes=tuple(node.with_span(spans.get(node.peer_id, node.span)) for node in snapshot.nodes),
-    )
-
-
-def is_applicable(snapshot: Snapshot, move: AnnouncedMove) -> bool:
-    node = snapshot.find_node(PeerId(move.peer))
-    return node is not None and node.span == move.previous_span
-
-
-def stays_covered(snapshot: Snapshot, own: NodeState, span: Span) -> bool:
-    """Whether every block that `own` gives up for `span` keeps a holder."""
-    coverage = snapshot.without_peers(own.peer_id).coverage()
-    given_up = set(range(own.span.start, own.span.end)) - set(range(span.start, span.end))
-    return all(coverage[block] > 0 for block in given_up if block < len(coverage))
-
-
-def savings(before: SwarmScore, after: SwarmScore) -> tuple[float, float]:
-    """Shares saved of the time of a step, and of the time between steps."""
-    return (
-        _saved_fraction(before.latency_s, after.latency_s),
-        _saved_fraction(_inverse(before.steps_per_s), _inverse(after.steps_per_s)),
-    )
-
-
-def _saved_fraction(before: float, after: float) -> float:
-    if not math.isfinite(before):
-        return 0.0 if not math.isfinite(after) else 1.0
-    return 1.0 - after / before if before > 0 else 0.0
-
-
-def _inverse(rate: float) -> float:
-    return 1.0 / rate if rate > 0 else math.inf
+from nesa_node.topology.snapshot import Snapshot
 
 
 class ChangeMonitor:
@@ -132,7 +76,6 @@ def _connections(snapshot: Snapshot) -> ConnectivitySnapshot:
     return make_connectivity(peers, round_trip_filtration(snapshot))
 
 
-REPLICAS = 2
 SPREAD_LOOKS = 3
 """Further snapshots in a row in which moves must spread holders before they are made: round trips,
 and with them failure domains, vary."""
@@ -465,19 +408,6 @@ class Rebalancer:
             triggers=report.triggers,
             planning=planning,
         )
-
-
-def score_swarm(snapshot: Snapshot) -> SwarmScore:
-    """Score the serving nodes as planners do."""
-    serving = replace(snapshot, joining=())
-    coverage = serving.coverage()
-    holes = sum(count == 0 for count in coverage)
-    thin = sum(max(REPLICAS - count, 0) for count in coverage)
-    if not serving.nodes or serving.num_blocks < 1:
-        return SwarmScore(holes, thin, math.inf, 0.0, 0)
-    room = make_placement_problem(serving, ChainRequest(span=Span(0, serving.num_blocks)))
-    score = score_assignment(room, room.current_assignment())
-    return SwarmScore(holes, thin, score.latency_s, score.steps_per_s, score.exposed)
 
 
 def _plan_costs(moves: RebalancePlan) -> PlanCostPair:

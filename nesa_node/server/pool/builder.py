@@ -8,11 +8,10 @@ what machines hold is in their offers, what is wanted in the requests.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from nesa_node.core.errors import NesaError, SwarmError
@@ -33,17 +32,18 @@ from nesa_node.server.node.invitation import check_ready_file, ready_file, ready
 from nesa_node.server.node.metrics import daemon_source
 from nesa_node.server.node.shutdown import Shutdown, stop_signals
 from nesa_node.server.orchestrator.launch import LEASE_GRACE_FRACTION, OnHistory
+from nesa_node.server.pool.assignments import Assignments
 from nesa_node.server.pool.demand import Demand, least_busy
 from nesa_node.server.pool.machines import may_be_held, pool_machine
 from nesa_node.server.pool.models import describe_model, open_pool_model
 from nesa_node.server.pool.planners import PlanningTerms, SwarmPlanners
+from nesa_node.server.pool.pool_round import PoolRound
 from nesa_node.server.pool.speeds import MachineSpeeds
 from nesa_node.swarm.dht.pool_notices import (
     MAX_LISTED_SWARMS,
     POOL,
     AssignedSpan,
     BuildRequest,
-    HeldModel,
     MachineAssignment,
     Offer,
     PoolStatus,
@@ -54,43 +54,22 @@ from nesa_node.swarm.dht.pool_notices import (
 )
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notice_store import LeaseEligibility, LeaseKeeper
-from nesa_node.topology.snapshot import NodeState, Snapshot, count_span_holders
+from nesa_node.topology.snapshot import count_span_holders
 
 log = get_logger(__name__)
 
 ROUND_S = 4.0
 STATUS_TTL_S = 60.0
 ASSIGNMENT_TTL_S = 1800.0
-RENEW_ASSIGNMENT_S = 600.0
 REFUSE_AFTER_S = 10.0
 """Time for which a request waits for offers that this orchestrator has not read yet."""
 DESCRIBE_RETRY_S = 60.0
-AVOID_S = 600.0
-"""Time for which a machine that refused a model, or failed to hold it, is not asked again."""
-UNSEEN_S = 60.0
-"""Time for which a machine is believed to serve a model before its node is seen."""
-START_TIMEOUT_S = 180.0
-"""Time that an assigned machine has to show the model in its offer, before it counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
     shape: ModelShape
     model_id: ModelId
-
-
-@dataclass(slots=True)
-class _Round:
-    """What one round sees and decides; `assigned` is by machine and model, `snapshots` by model."""
-
-    offers: dict[PeerId, Offer]
-    disobedient: int
-    """Machines on offer that obey other orchestrators only."""
-    wanted: dict[str, WantedSwarm]
-    snapshots: dict[str, Snapshot] = field(default_factory=dict)
-    assigned: dict[PeerId, dict[str, AssignedSpan]] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
 
 
 async def run_pool_orchestrator(
@@ -156,12 +135,7 @@ class PoolBuilder:
         swarm.notices.pin_signers(self._creators)
         self._models: dict[str, _Model] = {}
         self._model_errors: dict[str, tuple[str, float]] = {}
-        self._published: dict[PeerId, tuple[tuple[AssignedSpan, ...], float]] = {}
-        self._assigned_at: dict[tuple[PeerId, str], float] = {}
-        self._avoided_until: dict[tuple[PeerId, str], float] = {}
-        """Machines that refused a model or failed to hold it, and until when it is not tried."""
-        self._claimed_at: dict[tuple[PeerId, str], float] = {}
-        """Since when a machine has claimed to serve a model without a node that is seen to."""
+        self._assignments = Assignments()
         self._demand: dict[str, Demand] = {}
         self._speeds = MachineSpeeds(swarm)
         self._wanted_since: dict[str, float] = {}
@@ -193,20 +167,21 @@ class PoolBuilder:
         except (TimeoutError, SwarmError, OSError) as error:
             log.warning("lease_not_released", reason=str(error) or "no DHT member answered")
 
-    async def _run_round(self) -> _Round:
+    async def _run_round(self) -> PoolRound:
         round_ = await self._read()
         await self._speeds.measure_round_trips(round_.offers)
         await self._describe_models(round_)
         await self._look_at_swarms(round_)
-        for peer, offer in round_.offers.items():
-            round_.assigned[peer] = self._present_assignment(round_, peer, offer)
+        shapes = self._shapes()
+        for peer in round_.offers:
+            round_.assigned[peer] = self._assignments.present(round_, peer, shapes)
         self._release_unwanted(round_)
         self._fill(round_)
         await self._publish_assignments(round_)
         await self._publish_status(round_)
         return round_
 
-    async def _read(self) -> _Round:
+    async def _read(self) -> PoolRound:
         notices = self._swarm.notices
         offered = await notices.fetch(Offer, POOL)
         offers = {each.signer: self._plausible(each) for each in offered if self._may_use(each)}
@@ -221,17 +196,16 @@ class PoolBuilder:
             for swarm in request.swarms:
                 if swarm.until > now:
                     wanted[swarm.model] = swarm
-        self._published = {peer: each for peer, each in self._published.items() if peer in offers}
+        self._assignments.keep(offers)
         since = self._wanted_since
         self._wanted_since = {name: since.get(name, time.monotonic()) for name in wanted}
-        return _Round(offers, len(offered) - len(offers), wanted)
+        return PoolRound(offers, len(offered) - len(offers), wanted)
 
     def _may_use(self, offer: Offer) -> bool:
         return not offer.obeys or self._swarm.identity.peer_id in offer.obeys
 
     def _plausible(self, offer: Offer) -> Offer:
         """The offer without spans that its model cannot have: offers are untrusted."""
-
         held = tuple(
             each
             for each in offer.held
@@ -239,62 +213,10 @@ class PoolBuilder:
         )
         return offer if len(held) == len(offer.held) else offer.model_copy(update={"held": held})
 
-    def _present_assignment(
-        self, round_: _Round, peer: PeerId, offer: Offer
-    ) -> dict[str, AssignedSpan]:
-        """What a machine was told to hold, or holds by its offer if that was a predecessor's word.
+    def _shapes(self) -> dict[str, ModelShape]:
+        return {name: model.shape for name, model in self._models.items()}
 
-        A machine that refused, failed, or never began is not counted on.
-        """
-        held = {each.model: each for each in offer.held}
-        lost = {
-            each.model
-            for each in offer.held
-            if each.state in ("refused", "failed") or self._is_unseen(round_, peer, each)
-        }
-        self._avoided_until |= {(peer, name): time.monotonic() + AVOID_S for name in lost}
-        if peer not in self._published:
-            kept = [
-                each
-                for each in offer.held
-                if each.state in ("loading", "serving") and each.model not in lost
-            ]
-            spans = tuple(map(self._as_assigned, kept))
-            self._published[peer] = spans, -math.inf
-            return {span.model: span for span in spans}
-        present = {}
-        for span in self._published[peer][0]:
-            shown = held.get(span.model)
-            age_s = time.monotonic() - self._assigned_at.get((peer, span.model), -math.inf)
-            if span.model in lost:
-                continue
-            if shown is None and age_s < START_TIMEOUT_S:
-                present[span.model] = span
-            elif shown is not None and shown.state in ("loading", "serving", "leaving"):
-                # The swarm's own orchestrator may have moved it.
-                present[span.model] = span.model_copy(update={"span": shown.span})
-        return present
-
-    def _is_unseen(self, round_: _Round, peer: PeerId, held: HeldModel) -> bool:
-        """Whether a machine has claimed for long to serve a model, and no node is seen to."""
-        claim, now = (peer, held.model), time.monotonic()
-        if (
-            held.state != "serving"
-            or held.model not in round_.snapshots
-            or peer in _serving_nodes(round_, held.model)
-        ):
-            self._claimed_at.pop(claim, None)
-            return False
-        return now - self._claimed_at.setdefault(claim, now) > UNSEEN_S
-
-    def _as_assigned(self, held: HeldModel) -> AssignedSpan:
-        model = self._models.get(held.model)
-        tokens = 8192 if model is None else model.shape.cache_tokens
-        return AssignedSpan(
-            model=held.model, span=held.span, quant_type=held.quant_type, cache_tokens=tokens
-        )
-
-    async def _describe_models(self, round_: _Round) -> None:
+    async def _describe_models(self, round_: PoolRound) -> None:
         """Open the wanted models' configs and headers, once each."""
         for name in round_.wanted:
             error = self._model_errors.get(name)
@@ -315,7 +237,7 @@ class PoolBuilder:
     def _describe(self, name: str) -> _Model:
         return _Model(*describe_model(open_pool_model(name, self._config)))
 
-    async def _look_at_swarms(self, round_: _Round) -> None:
+    async def _look_at_swarms(self, round_: PoolRound) -> None:
         """Read the nodes of each swarm: their speeds, and what their load asks for."""
         now = time.monotonic()
         for name, wanted in round_.wanted.items():
@@ -324,14 +246,14 @@ class PoolBuilder:
                 round_.snapshots[name] = await self._swarm.directory.fetch(
                     model.model_id, model.shape.num_blocks, reports=False
                 )
-                for peer, (held, node) in _serving_nodes(round_, name).items():
+                for peer, (held, node) in round_.serving_nodes(name).items():
                     offer = round_.offers[peer]
                     self._speeds.observe(peer, offer, model.shape, held.quant_type, node)
             demand = self._demand.setdefault(name, Demand(wanted, wanted.replicas))
             demand.update(wanted, round_.snapshots.get(name), now)
         self._demand = {name: each for name, each in self._demand.items() if name in round_.wanted}
 
-    def _release_unwanted(self, round_: _Round) -> None:
+    def _release_unwanted(self, round_: PoolRound) -> None:
         """Release machines of removed swarms, and of those that have more replicas than wanted."""
         for spans in round_.assigned.values():
             for name in [name for name in spans if name not in round_.wanted]:
@@ -343,10 +265,10 @@ class PoolBuilder:
                     del round_.assigned[peer][name]
                     log.info("machine_released", model=name, machine=peer)
 
-    def _superfluous(self, round_: _Round, name: str, model: _Model) -> PeerId | None:
+    def _superfluous(self, round_: PoolRound, name: str, model: _Model) -> PeerId | None:
         """A machine without which each block still has the wanted replicas: the smallest such."""
-        holders = self._holders(round_, name)
-        counts = _count_holders(holders, model)
+        holders = {peer: each.blocks for peer, each in round_.holders(name).items()}
+        counts = _count_holders(holders.values(), model)
         replicas = self._demand[name].replicas
         spare = [
             (len(span), peer)
@@ -355,23 +277,16 @@ class PoolBuilder:
         ]
         return min(spare)[1] if spare else None
 
-    @staticmethod
-    def _holders(round_: _Round, name: str) -> dict[PeerId, Span]:
-        return {
-            peer: spans[name].blocks for peer, spans in round_.assigned.items() if name in spans
-        }
-
-    def _fill(self, round_: _Round) -> None:
+    def _fill(self, round_: PoolRound) -> None:
         """Give spans that lack holders to machines with room: holes, then further replicas."""
         for replica in range(1, 1 + max((d.replicas for d in self._demand.values()), default=0)):
             for name, wanted in round_.wanted.items():
                 if name in self._models and replica <= self._demand[name].replicas:
                     self._fill_replica(round_, wanted, replica)
 
-    def _fill_replica(self, round_: _Round, wanted: WantedSwarm, replica: int) -> None:
+    def _fill_replica(self, round_: PoolRound, wanted: WantedSwarm, replica: int) -> None:
         name, model = wanted.model, self._models[wanted.model]
-        holders = self._holders(round_, name)
-        counts = _count_holders(holders, model)
+        counts = _count_holders((each.blocks for each in round_.holders(name).values()), model)
         for span in missing_spans(counts, replica):
             machines = self._machines_for(round_, name)
             plan = plan_build(model.shape, span, machines, quality=wanted.quality, goal=wanted.goal)
@@ -388,7 +303,7 @@ class PoolBuilder:
                     dtype=model.shape.dtype,
                     cache_tokens=model.shape.cache_tokens,
                 )
-                self._assigned_at[each.peer, name] = time.monotonic()
+                self._assignments.record_assigned(each.peer, name)
             log.info(
                 "span_assigned",
                 model=name,
@@ -397,12 +312,11 @@ class PoolBuilder:
                 step_s=round(plan.step_s, 4),
             )
 
-    def _machines_for(self, round_: _Round, name: str) -> list[PoolMachine]:
+    def _machines_for(self, round_: PoolRound, name: str) -> list[PoolMachine]:
         """Machines that may hold the model and do not yet, with their free memory."""
-        shapes = {each: model.shape for each, model in self._models.items()}
-        machines, now = [], time.monotonic()
+        shapes, machines = self._shapes(), []
         for peer, offer in round_.offers.items():
-            if now < self._avoided_until.get((peer, name), 0.0):
+            if self._assignments.is_avoided(peer, name):
                 continue
             machine = pool_machine(
                 offer,
@@ -419,19 +333,14 @@ class PoolBuilder:
 
     def _explain_shortage(
         self,
-        round_: _Round,
+        round_: PoolRound,
         wanted: WantedSwarm,
         replica: int,
         shortage: BuildShortage,
         machines: Sequence[PoolMachine],
     ) -> None:
         name = wanted.model
-        refusals = {
-            each.reason
-            for offer in round_.offers.values()
-            for each in offer.held
-            if each.model == name and each.reason
-        }
+        refusals = round_.refusals(name)
         if not round_.offers:
             reason = "no machine is on offer yet"
             if round_.disobedient:
@@ -443,8 +352,8 @@ class PoolBuilder:
             round_.reasons.setdefault(name, reason)
             return
         if not machines and refusals:
-            reason = f"all machines refuse: {'; '.join(sorted(refusals))}"
-        elif not machines and not self._holders(round_, name):
+            reason = f"all machines refuse: {'; '.join(refusals)}"
+        elif not machines and not round_.holders(name):
             reason = f"none of {len(round_.offers)} machines on offer may hold {name}"
         else:
             reason = f"it does not fit: {shortage.advice}"
@@ -454,17 +363,14 @@ class PoolBuilder:
             self._refuse_in_time(round_, name)
         round_.reasons.setdefault(name, reason[:240])
 
-    def _refuse_in_time(self, round_: _Round, name: str) -> None:
+    def _refuse_in_time(self, round_: PoolRound, name: str) -> None:
         if time.monotonic() - self._wanted_since[name] >= REFUSE_AFTER_S:
             round_.refused.add(name)
 
-    async def _publish_assignments(self, round_: _Round) -> None:
-        now = time.monotonic()
+    async def _publish_assignments(self, round_: PoolRound) -> None:
         for peer, spans in round_.assigned.items():
             wanted = tuple(sorted(spans.values(), key=lambda each: each.model))
-            before, at = self._published[peer]
-            same = _parts(before) == _parts(wanted)
-            if same and (now - at < RENEW_ASSIGNMENT_S or not wanted):
+            if not self._assignments.is_due(peer, wanted):
                 continue
             await self._swarm.notices.publish(
                 MachineAssignment,
@@ -473,19 +379,13 @@ class PoolBuilder:
                 ttl_s=ASSIGNMENT_TTL_S,
                 spans=wanted,
             )
-            self._published[peer] = wanted, now
+            self._assignments.record_published(peer, wanted)
 
-    async def _publish_status(self, round_: _Round) -> None:
+    async def _publish_status(self, round_: PoolRound) -> None:
         swarms = [self._describe_swarm(round_, each) for each in round_.wanted.values()]
-        leaving = {
-            each.model
-            for offer in round_.offers.values()
-            for each in offer.held
-            if each.model not in round_.wanted and each.state != "refused"
-        }
         swarms += [
             SwarmStatus(model=name, state="removing", replicas=0, wanted=0, machines=0)
-            for name in sorted(leaving)
+            for name in round_.leaving()
         ]
         await self._swarm.notices.publish(
             PoolStatus,
@@ -497,15 +397,14 @@ class PoolBuilder:
             swarms=tuple(swarms[:MAX_LISTED_SWARMS]),
         )
 
-    def _describe_swarm(self, round_: _Round, wanted: WantedSwarm) -> SwarmStatus:
+    def _describe_swarm(self, round_: PoolRound, wanted: WantedSwarm) -> SwarmStatus:
         name, model = wanted.model, self._models.get(wanted.model)
-        holders = self._holders(round_, name)
-        serving = {peer: node.span for peer, (_, node) in _serving_nodes(round_, name).items()}
+        holders = round_.holders(name)
+        serving = [node.span for _, node in round_.serving_nodes(name).values()]
         replicas, predicted = 0, 0.0
         if model is not None:
             replicas = min(_count_holders(serving, model))
-            spans = {p: each[name] for p, each in round_.assigned.items() if name in each}
-            predicted = self._speeds.predict_tokens_per_s(model.shape, spans, round_.offers)
+            predicted = self._speeds.predict_tokens_per_s(model.shape, holders, round_.offers)
         state: SwarmState = "building"
         reason = round_.reasons.get(name, "")
         if replicas:
@@ -525,7 +424,7 @@ class PoolBuilder:
             reason="".join(char for char in reason if char.isprintable())[:240],
         )
 
-    async def _plan_placements(self, round_: _Round | None) -> None:
+    async def _plan_placements(self, round_: PoolRound | None) -> None:
         """Have the placement of each built swarm planned, with its replicas and goal."""
         built = {}
         for name, wanted in ({} if round_ is None else round_.wanted).items():
@@ -535,27 +434,7 @@ class PoolBuilder:
         await self._planners.follow(built)
 
 
-def _serving_nodes(round_: _Round, name: str) -> dict[PeerId, tuple[HeldModel, NodeState]]:
-    """What machines say that they serve of a model, with their nodes, where these are seen to.
-
-    A node that several machines claim is that of the first.
-    """
-    snapshot = round_.snapshots.get(name)
-    nodes = {} if snapshot is None else {node.peer_id: node for node in snapshot.nodes}
-    found = {}
-    for peer, offer in round_.offers.items():
-        for held in offer.held:
-            if held.model == name and held.state == "serving" and held.node in nodes:
-                found[peer] = held, nodes.pop(PeerId(held.node))
-    return found
-
-
-def _count_holders(holders: Mapping[PeerId, Span], model: _Model) -> tuple[int, ...]:
-    """Number of `holders` of each block; a span that goes beyond the model is cut."""
-    spans = ((span.start, span.end) for span in holders.values())
+def _count_holders(held: Iterable[Span], model: _Model) -> tuple[int, ...]:
+    """Number of holders of each block; a span that goes beyond the model is cut."""
+    spans = ((span.start, span.end) for span in held)
     return count_span_holders(spans, model.shape.num_blocks)
-
-
-def _parts(spans: Sequence[AssignedSpan]) -> frozenset[tuple[str, str]]:
-    """What makes an assignment another one: a moved span does not."""
-    return frozenset((each.model, each.quant_type) for each in spans)

@@ -25,7 +25,10 @@ from nesa_node.routing.placement.building import (
     missing_spans,
     plan_build,
 )
-from nesa_node.server.pool.chain_times import (
+from nesa_node.server.pool.machines import may_be_held, pool_machine, read_pool_file
+from nesa_node.server.pool.models import describe_model, open_pool_model
+from nesa_node.server.pool.requests import read_pool
+from nesa_node.server.pool.speeds import (
     PROMPT_TOKENS,
     TimedSpan,
     chain_s,
@@ -33,10 +36,6 @@ from nesa_node.server.pool.chain_times import (
     hop_s,
     time_span,
 )
-from nesa_node.server.pool.machines import may_be_held, pool_machine
-from nesa_node.server.pool.models import describe_model, open_pool_model
-from nesa_node.server.pool.pool_file import read_pool_file
-from nesa_node.server.pool.requests import read_pool
 from nesa_node.swarm.dht.pool_notices import Offer
 from nesa_node.swarm.node import Swarm
 from nesa_node.topology.snapshot import count_span_holders

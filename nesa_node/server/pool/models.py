@@ -15,9 +15,9 @@ from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.models import SharedConfig
 from nesa_node.engine.model.devices import (
-    active_fraction,
     cache_bytes_per_token,
     compute_block_bytes,
+    compute_block_work,
 )
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.demo_model import DEMO_MODEL_NAME, demo_model_path
@@ -76,12 +76,8 @@ def describe_model(checkpoint: Checkpoint) -> tuple[ModelShape, ModelId]:
     for quant_type in QUANT_TYPES[1:]:
         with suppress(UnsupportedModelError):
             sizes[quant_type] = compute_block_bytes(checkpoint, dtype, quant_type)
-    active = active_fraction(checkpoint)
     work = {
-        quant_type: tuple(
-            BlockWork(active * size, active * 2 * plain / dtype.itemsize)
-            for size, plain in zip(block_bytes, sizes["none"], strict=True)
-        )
+        quant_type: compute_block_work(checkpoint, dtype, block_bytes, sizes["none"])
         for quant_type, block_bytes in sizes.items()
     }
     cache_tokens = min(PLANNED_CACHE_TOKENS, 4 * checkpoint.context_length)

@@ -211,7 +211,6 @@ class PoolClient:
     async def _publish(self, wanted: list[WantedSwarm]) -> None:
         last = max((each.until for each in wanted), default=0.0)
         ttl_s = min(max(last - time.time(), _MIN_TTL_S), REQUEST_MAX_TTL_S - 1)
-        await self._reader.fetch(BuildRequest, POOL)
         await self._notices.publish(BuildRequest, POOL, ttl_s=ttl_s, swarms=tuple(wanted))
 
     def _not_asked(self, model: str) -> str:

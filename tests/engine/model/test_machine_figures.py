@@ -66,7 +66,7 @@ def test_a_node_finds_the_roofline_of_its_blocks_without_measuring(
 ) -> None:
     checkpoint = open_folder(tiny("llama"))
 
-    def found(**changes: object) -> object:
+    def found(**changes: object) -> object:  # untyped, so that one call can change any of them
         asked = {"dtype": torch.float32, "quant_type": "none", "device": CPU} | changes
         return find_roofline(checkpoint, folder=tmp_path, **asked)  # type: ignore[arg-type]
 

@@ -31,10 +31,12 @@ from nesa_node.server.orchestrator.planner import (
     PlacementDecision,
     Rebalancer,
     _finite,
+)
+from nesa_node.server.orchestrator.snapshot_store import SnapshotStore
+from nesa_node.server.orchestrator.swarm_score import (
     apply_moves,
     score_swarm,
 )
-from nesa_node.server.orchestrator.snapshot_store import SnapshotStore
 from nesa_node.swarm.dht.sealing import MAX_MAGNITUDE, AnnouncedMove, PlacementNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.notice_store import LeaseKeeper

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.server.orchestrator.placement_filter import PlacementFilter
-from nesa_node.server.orchestrator.planner import SwarmScore
+from nesa_node.server.orchestrator.swarm_score import (
+    SwarmScore,
+)
 from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.topology.links.matrix import assemble_links
 from nesa_node.topology.snapshot import Snapshot

@@ -13,8 +13,8 @@ import pytest
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.settings.models import OrchestratorConfig
 from nesa_node.routing.placement.building import ModelShape
+from nesa_node.server.pool import assignments, demand
 from nesa_node.server.pool import builder as pool_builder
-from nesa_node.server.pool import demand
 from nesa_node.server.pool.builder import PoolBuilder, _Model
 from nesa_node.swarm.dht.pool_notices import (
     POOL,
@@ -306,7 +306,7 @@ async def test_a_busy_swarm_gets_the_machine_of_an_idle_one(
 async def test_a_machine_whose_node_is_not_seen_is_replaced(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, claim: str
 ) -> None:
-    monkeypatch.setattr(pool_builder, "UNSEEN_S", 0.0)
+    monkeypatch.setattr(assignments, "UNSEEN_S", 0.0)
     bench.offer("honest", 4, holding(0, 4))
     node = PeerId("nowhere" if claim == "no node" else "node of honest")
     bench.offer("liar", 4, holding(4, 8).model_copy(update={"node": node}))

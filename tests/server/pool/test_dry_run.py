@@ -14,10 +14,9 @@ import pytest
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.placement.building import HOP_S, PoolMachine
-from nesa_node.server.pool.chain_times import TimedSpan, fastest_chain
 from nesa_node.server.pool.dry_run import DryRun, Wanted, plan_offers, plan_swarm
-from nesa_node.server.pool.machines import free_bytes, pool_machine
-from nesa_node.server.pool.pool_file import read_pool_file
+from nesa_node.server.pool.machines import free_bytes, pool_machine, read_pool_file
+from nesa_node.server.pool.speeds import TimedSpan, fastest_chain
 from nesa_node.swarm.dht.pool_notices import POOL, Offer
 from nesa_node.topology.roofline import WeightFigures
 from tests.server.pool.test_builder import BLOCK_BYTES, BLOCKS, SHAPE, Bench, holding, wanted
@@ -38,7 +37,7 @@ async def test_what_a_dry_run_shows_is_what_is_assigned(bench: Bench) -> None:
     rng = np.random.default_rng(5)
     shortages = 0
     for _ in range(40):
-        bench.builder._published.clear()
+        bench.builder._assignments.keep(())
         bench.published.clear()
         bench.notices.clear()
         names = [f"m{index}" for index in range(int(rng.integers(1, 6)))]
