@@ -56,6 +56,8 @@ _TIME_FRACTION = 0.4
 """Of the time that a node takes to measure its span."""
 _PRODUCTS = 50
 MAX_FIGURES_AGE_S = 86_400.0
+MEASUREMENT_LOCK = "figures.lock"
+"""File in the cache folder, locked by a process while it measures: several would share cores."""
 _FIGURES_VERSION = 2
 """Changes with what is measured, so that older files are not read."""
 
@@ -211,7 +213,7 @@ def measure_once(device: torch.device, threads: int, folder: Path) -> MachineFig
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = _figures_path(device, threads, folder)
-    with FileLock(folder / "figures.lock"):
+    with FileLock(folder / MEASUREMENT_LOCK):
         stored = read_figures(device, threads, folder)
         is_fresh = path.exists() and time.time() - path.stat().st_mtime < MAX_FIGURES_AGE_S
         if stored is not None and is_fresh and stored.are_quiet:

@@ -23,9 +23,10 @@ from nesa_node.engine.model.devices import SpanThroughput, release_memory
 from nesa_node.server.node.announcer import Announcer, Capacity
 from nesa_node.server.node.invitation import print_invitation, ready_file, ready_file_fields
 from nesa_node.server.node.move_limiter import MoveLimiter, MoveOutcome, MoveRequest, MoveState
-from nesa_node.server.node.served_span import ServedSpan, keep_speed_current, open_span
+from nesa_node.server.node.served_span import ServedSpan, open_span
 from nesa_node.server.node.shutdown import Shutdown
 from nesa_node.server.node.span_choice import NodeModel, claim_span, require_memory
+from nesa_node.server.node.span_speed import keep_speed_current
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
 from nesa_node.server.session.session_server import SessionServer
@@ -172,7 +173,7 @@ class SpanRunner:
                     self.move_limiter.settle(self._move[0], "failed" if failed else "moved")
                     self._move = None
                 async with keep_speed_current(
-                    served_span.blocks, self.scheduler.executor, self.announcer
+                    served_span.blocks, self.scheduler, self.announcer, self.config.cache_dir
                 ):
                     request = await self._next_move(served_span)
             if request is None:

@@ -292,7 +292,8 @@ class PoolBuilder:
             plan = plan_build(model.shape, span, machines, quality=wanted.quality, goal=wanted.goal)
             if isinstance(plan, BuildShortage):
                 self._explain_shortage(round_, wanted, replica, plan, machines)
-                if replica > wanted.replicas and (idle := least_busy(self._demand)) is not None:
+                idle = least_busy(self._demand)
+                if replica > wanted.replicas and not round_.is_releasing() and idle is not None:
                     idle.give_back(time.monotonic())
                 return
             for each in plan.spans:

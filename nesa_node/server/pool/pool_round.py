@@ -45,6 +45,15 @@ class PoolRound:
         held = (each for offer in self.offers.values() for each in offer.held)
         return sorted({each.reason for each in held if each.model == name and each.reason})
 
+    def is_releasing(self) -> bool:
+        """Whether a machine still holds what it was told to give back: its memory is free soon."""
+        return any(
+            each.state in ("loading", "serving", "leaving")
+            and each.model not in self.assigned[peer]
+            for peer, offer in self.offers.items()
+            for each in offer.held
+        )
+
     def leaving(self) -> list[str]:
         """Models of removed swarms that machines still hold."""
         held = (each for offer in self.offers.values() for each in offer.held)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -65,6 +67,38 @@ class SchedulerStats:
             self.iteration_s.observe(seconds)
 
 
+MAX_TIMED_CONTEXT_TOKENS = 1024
+"""Longest context of a timed step: attention over longer ones would tell of the prompts instead."""
+MIN_DECODE_TIMES = 16
+MAX_DECODE_TIMES = 256
+
+
+class DecodeTimes:
+    """Durations of the last iterations of one token each, through one span."""
+
+    def __init__(self) -> None:
+        self._span: Span | None = None
+        self._seconds: deque[float] = deque(maxlen=MAX_DECODE_TIMES)
+
+    def record(self, queue: SessionQueue, seconds: float) -> None:
+        """Record an iteration of one token of `queue`."""
+        if queue.span != self._span:
+            self._span = queue.span
+            self._seconds.clear()
+        if max(table.length for table in queue.tables) <= MAX_TIMED_CONTEXT_TOKENS:
+            self._seconds.append(seconds)
+
+    def take_median_s(self, span: Span) -> float | None:
+        """Median of the iterations through `span` since the last result; None while they are fewer
+        than `MIN_DECODE_TIMES`.
+        """
+        if span != self._span or len(self._seconds) < MIN_DECODE_TIMES:
+            return None
+        step_s = median(self._seconds)
+        self._seconds.clear()
+        return step_s
+
+
 def _is_decode(step: Step) -> bool:
     # A loop, since `all` takes three times as long.
     for row_slice in step.rows:  # noqa: SIM110
@@ -110,6 +144,7 @@ class Scheduler:
     def __init__(self, executor: Executor, policy: BatchPolicy[SessionQueue]) -> None:
         self.executor = executor
         self.stats = SchedulerStats()
+        self.decode_times = DecodeTimes()
         self._policy = policy
         self._queues: dict[SessionQueue, None] = {}
         self._work_available = asyncio.Event()
@@ -282,7 +317,9 @@ class Scheduler:
         self.stats.record_iteration((batch for _, batch in batches), seconds, time.monotonic())
         if len(batches) == len(plan) and all(batch.error is None for _, batch in batches):
             self._policy.record_iteration(plan, seconds)
-            queue = plan[0][0]
+            queue, tokens = plan[0]
+            if len(plan) == tokens == 1:
+                self.decode_times.record(queue, seconds)
             self._inline_limit = queue.span, self._policy.inline_tokens(queue, INLINE_BUDGET_S)
 
 

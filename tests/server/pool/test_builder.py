@@ -302,6 +302,28 @@ async def test_a_busy_swarm_gets_the_machine_of_an_idle_one(
     assert sorted(each[0][0] for each in held) == ["org/one", "org/two", "org/two"]
 
 
+async def test_an_idle_swarm_gives_one_machine_back_while_it_drains(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The released machine keeps its memory for several rounds, which need no second one."""
+    monkeypatch.setattr(demand, "BUSY_S", 0.0)
+    bench.builder._models["org/two"] = _Model(replace(SHAPE, name="org/two"), ModelId("org/two@00"))
+    for name in "abd":
+        bench.offer(name, 8, holding(0, 8))
+    two = HeldModel(model="org/two", state="serving", span=(0, 8), node=PeerId("two"))
+    bench.offer("c", 8, two)
+    bench.nodes_of_other = (NodeState(PeerId("two"), Span(0, 8), load=0.95),)
+    swarms = wanted(1, most=3), wanted(1, most=2).model_copy(update={"model": "org/two"})
+    bench.want(*swarms)
+    bench.builder._demand["org/one"] = demand.Demand(swarms[0], 3)
+    for offer in bench.notices[Offer, POOL]:
+        offer.__dict__["memory_free_bytes"] = 0
+    for _ in range(6):
+        await bench.run_round()
+    assert bench.builder._demand["org/one"].replicas == 2
+    assert sorted(len(bench.assigned(name)) for name in "abd") == [0, 1, 1]
+
+
 @pytest.mark.parametrize("claim", ["no node", "another's node"])
 async def test_a_machine_whose_node_is_not_seen_is_replaced(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, claim: str
