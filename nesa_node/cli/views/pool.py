@@ -16,6 +16,7 @@ from nesa_node.server.pool.requests import PoolView
 from nesa_node.server.pool.speeds import (
     PROMPT_TOKENS,
     TimedSpan,
+    chain_s,
     fastest_chain,
     measured_spans,
 )
@@ -66,7 +67,7 @@ def print_swarm(
     view = everything.of_model(model)
     num_blocks = majority_num_blocks(records)
     chain = fastest_chain(measured_spans(records, rtts_ms), num_blocks) if num_blocks else ()
-    measured = 1 / sum(each.step_s + each.hop_s for each in chain) if chain else None
+    measured = 1 / chain_s(chain) if chain else None
     speeds = {record.peer_id: record.decode_tokens_per_s for record in records}
     if as_json:
         content = view.as_json() | {

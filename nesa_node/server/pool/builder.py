@@ -248,7 +248,7 @@ class PoolBuilder:
                 )
                 for peer, (held, node) in round_.serving_nodes(name).items():
                     offer = round_.offers[peer]
-                    self._speeds.observe(peer, offer, model.shape, held.quant_type, node)
+                    self._speeds.observe(peer, offer, model.shape, held.quant_type, node, now)
             demand = self._demand.setdefault(name, Demand(wanted, wanted.replicas))
             demand.update(wanted, round_.snapshots.get(name), now)
         self._demand = {name: each for name, each in self._demand.items() if name in round_.wanted}

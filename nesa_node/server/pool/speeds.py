@@ -19,6 +19,8 @@ from nesa_node.topology.snapshot import NodeState
 
 PROMPT_TOKENS = 128
 """Length of the prompt whose first token is predicted."""
+CLIENT_S = 0.0025
+"""Time of a token beside head and hops: the client's loop, and its way to the chain and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,13 @@ def time_span(
 
 def chain_s(chain: Sequence[TimedSpan], *, prefill: bool = False) -> float:
     """Seconds of one token, or of a prompt and its first token, for a client whose head is as fast
-    as the chain's median machine. NaN for no chain.
+    as the chain's median machine, and which takes `CLIENT_S` itself. NaN for no chain.
     """
     if not chain:
         return math.nan
     spans_s = sum(each.prefill_s if prefill else each.step_s for each in chain)
-    return spans_s + sum(each.hop_s for each in chain) + median(each.head_s for each in chain)
+    hops_s = sum(each.hop_s for each in chain)
+    return spans_s + hops_s + median(each.head_s for each in chain) + CLIENT_S
 
 
 def fastest_chain(spans: Iterable[TimedSpan], num_blocks: int) -> tuple[TimedSpan, ...]:
@@ -113,6 +116,9 @@ PING_TIMEOUT_S = 2.0
 MAX_PINGS_PER_ROUND = 16
 SLOWDOWNS = (0.05, 1000.0)
 """Least and most times its figures that a machine may take: offers and records are untrusted."""
+MIN_SERVING_S = 40.0
+"""Time for which a node must have served: at its start it may have measured while another node of
+its computer loaded. It measures again when it is idle, from 30 s on."""
 
 
 class MachineSpeeds:
@@ -121,6 +127,7 @@ class MachineSpeeds:
     def __init__(self, swarm: Swarm) -> None:
         self._rtts, self._transport = swarm.rtts, swarm.transport
         self._slowdowns: dict[tuple[PeerId, str], float] = {}
+        self._served_since: dict[PeerId, float] = {}
 
     async def measure_round_trips(self, offers: Mapping[PeerId, Offer]) -> None:
         """Ping the machines whose round trip is unknown or old, some in each round."""
@@ -133,11 +140,21 @@ class MachineSpeeds:
         return hop_s(self._rtts.rtt_ms(peer))
 
     def observe(
-        self, peer: PeerId, offer: Offer, shape: ModelShape, quant_type: QuantType, node: NodeState
+        self,
+        peer: PeerId,
+        offer: Offer,
+        shape: ModelShape,
+        quant_type: QuantType,
+        node: NodeState,
+        now: float,
     ) -> None:
-        """Compare what a machine's node measured of its span with the machine's figures."""
+        """Compare what a machine's node measured of its span with the machine's figures, at `now`
+        in monotonic seconds.
+        """
         kind = shape.kind(quant_type)
-        if kind in offer.figures and node.decode_tokens_per_s > 0:
+        served_s = now - self._served_since.setdefault(node.peer_id, now)
+        is_settled = served_s >= MIN_SERVING_S and node.decode_tokens_per_s > 0
+        if is_settled and kind in offer.figures:
             figures = offer.figures[kind].weight_figures()
             work = shape.work[quant_type][node.span.start : node.span.end]
             expected_s = sum(figures.block_s(each, 1) for each in work)

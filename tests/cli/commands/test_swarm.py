@@ -16,6 +16,7 @@ import pytest
 from nesa_node.cli import swarm_reader
 from nesa_node.cli.app import run_command
 from nesa_node.core.ids import PeerId
+from nesa_node.server.pool.speeds import CLIENT_S
 from nesa_node.swarm.dht.pool_notices import (
     POOL,
     HeldModel,
@@ -128,7 +129,9 @@ def test_a_dry_run_shows_the_plan_and_publishes_nothing(
     assert (shown["names"][span["machine"]], span["machine"]) == ("attic", peer)
     assert span["hop_s"] == pytest.approx(0.005)
     assert span["size_bytes"] + span["left_bytes"] == 1000 * MIB
-    assert shown["tokens_per_s"] == pytest.approx(1 / (span["step_s"] + 0.005 + span["head_s"]))
+    assert shown["tokens_per_s"] == pytest.approx(
+        1 / (span["step_s"] + 0.005 + span["head_s"] + CLIENT_S)
+    )
     assert span["head_s"] > 0
     text = told(capsys, "create", "small", "--dry-run", "--replicas", "2", *flags)
     first, heading, row = text.splitlines()
@@ -224,7 +227,7 @@ def test_show_compares_a_prediction_with_what_nodes_measured(
     pool.rtt_ms = 9.0  # a hop of 10 ms
     text = told(capsys, "show", "small", *flags)
     assert "30.0 tokens/s" in text
-    assert "measured: 20.0 tokens/s" in text, "1 / (1/50 + 1/100 + 2 * 0.01)"
+    assert "measured: 19.0 tokens/s" in text, "1 / (1/50 + 1/100 + 2 * 0.01 + CLIENT_S)"
     assert "50.0 tokens/s" in text
     assert "--pool-families does not" in text
     assert text.splitlines()[-1] == (
@@ -232,7 +235,7 @@ def test_show_compares_a_prediction_with_what_nodes_measured(
         "1 machine: may hold it"
     )
     shown = json.loads(told(capsys, "show", "small", "--json", *flags))
-    assert shown["measured_tokens_per_s"] == pytest.approx(20.0)
+    assert shown["measured_tokens_per_s"] == pytest.approx(1 / (0.05 + CLIENT_S))
     assert shown["decode_tokens_per_s"] == {nodes[0]: 50.0, nodes[1]: 100.0}
     pool.records = records[:1]
     assert "measured: nothing yet" in told(capsys, "show", "small", *flags)

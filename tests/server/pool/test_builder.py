@@ -13,7 +13,7 @@ import pytest
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.settings.models import OrchestratorConfig
 from nesa_node.routing.placement.building import ModelShape
-from nesa_node.server.pool import assignments, demand
+from nesa_node.server.pool import assignments, demand, speeds
 from nesa_node.server.pool import builder as pool_builder
 from nesa_node.server.pool.builder import PoolBuilder, _Model
 from nesa_node.swarm.dht.pool_notices import (
@@ -341,8 +341,11 @@ async def test_a_machine_whose_node_is_not_seen_is_replaced(
     assert bench.assigned("liar") == []
 
 
-async def test_an_overstated_machine_is_planned_as_it_was_measured(bench: Bench) -> None:
+async def test_an_overstated_machine_is_planned_as_it_was_measured(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It claims ten times the speed at which its node was seen to run."""
+    monkeypatch.setattr(speeds, "MIN_SERVING_S", 0.0)
     node = PeerId("12D3KooWNode")
     held = holding(0, 4).model_copy(update={"node": node})
     bench.offer("liar", 4, held, gb_per_s=1000)

@@ -16,7 +16,7 @@ from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.placement.building import HOP_S, PoolMachine
 from nesa_node.server.pool.dry_run import DryRun, Wanted, plan_offers, plan_swarm
 from nesa_node.server.pool.machines import free_bytes, pool_machine, read_pool_file
-from nesa_node.server.pool.speeds import TimedSpan, fastest_chain
+from nesa_node.server.pool.speeds import CLIENT_S, TimedSpan, fastest_chain
 from nesa_node.swarm.dht.pool_notices import POOL, Offer
 from nesa_node.topology.roofline import WeightFigures
 from tests.server.pool.test_builder import BLOCK_BYTES, BLOCKS, SHAPE, Bench, holding, wanted
@@ -75,18 +75,18 @@ async def test_machines_that_hold_it_already_count(bench: Bench) -> None:
         6 * BLOCK_BYTES,
     )
     assert [held.span for held in planned.held] == [Span(0, 5)]
-    assert planned.step_s == pytest.approx(BLOCKS * BLOCK_BYTES / 1e11 + 2 * HOP_S)
+    assert planned.step_s == pytest.approx(BLOCKS * BLOCK_BYTES / 1e11 + 2 * HOP_S + CLIENT_S)
 
 
 async def test_a_first_token_takes_the_arithmetic_of_the_prompt(bench: Bench) -> None:
     bench.offer("a", 9)
     planned = dry_run(bench)
     # 1e9 operations for a token of a block at 1e15 a second are less than 1 GB read at 100 GB/s.
-    assert planned.first_token_s == pytest.approx(8 * 0.01 + HOP_S)
+    assert planned.first_token_s == pytest.approx(8 * 0.01 + HOP_S + CLIENT_S)
     figures = WeightFigures(0.0, 1e11, 1e12)  # 128 tokens: 0.128 s a block
     slow = PoolMachine(PeerId("slow"), 8 * BLOCK_BYTES, {"bfloat16": figures})
     planned = plan_swarm(SHAPE, [slow], Wanted("org/one"))
-    assert planned.first_token_s == pytest.approx(8 * 0.128 + HOP_S)
+    assert planned.first_token_s == pytest.approx(8 * 0.128 + HOP_S + CLIENT_S)
 
 
 @pytest.mark.parametrize(

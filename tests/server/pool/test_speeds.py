@@ -10,7 +10,7 @@ import pytest
 
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.routing.placement.building import HOP_OVERHEAD_S, HOP_S, ModelShape
-from nesa_node.server.pool.speeds import SLOWDOWNS, MachineSpeeds
+from nesa_node.server.pool.speeds import CLIENT_S, MIN_SERVING_S, SLOWDOWNS, MachineSpeeds
 from nesa_node.swarm.dht.pool_notices import POOL, AssignedSpan, MeasuredFigures, Offer
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.link_measurements import RttTable
@@ -59,7 +59,7 @@ def test_a_chain_takes_its_spans_its_hops_and_the_clients_head(
     offers = {one: offer(identity, bfloat16=100), other: offer(identity, bfloat16=50, int8=25)}
     assigned = {one: span(0, 1), other: span(1, 4, quant_type="int8")}
     # 1 GB at 100 GB/s, three times 0.5 GB at 25 GB/s; heads of 2 GB at 100 and 50 GB/s.
-    seconds = 0.01 + 3 * 0.02 + 2 * HOP_S + (0.02 + 0.04) / 2
+    seconds = 0.01 + 3 * 0.02 + 2 * HOP_S + (0.02 + 0.04) / 2 + CLIENT_S
     found = speeds.predict_tokens_per_s(SHAPE, assigned, offers)
     assert found == pytest.approx(1 / seconds)
     speeds._rtts.record_ping(one, 4.0)
@@ -72,11 +72,15 @@ def test_what_a_node_measured_corrects_the_figures_within_bounds(
     peer, claimed = PeerId("one"), offer(Identity.ephemeral(tmp_path), bfloat16=1000)
     alone = {peer: span(0, 4)}
     before = speeds.predict_tokens_per_s(SHAPE, alone, {peer: claimed})
+    for now in (0.0, MIN_SERVING_S - 1):
+        busy = NodeState(PeerId("node"), Span(0, 4), decode_tokens_per_s=1.0)
+        speeds.observe(peer, claimed, SHAPE, "none", busy, now)
+    assert speeds.slowdown(peer, "bfloat16") == 1.0, "others of its computer may load"
     for rate, expected in ((25.0, 10.0), (250.0, 1.0), (1e-9, SLOWDOWNS[1]), (1e9, SLOWDOWNS[0])):
         node = NodeState(PeerId("node"), Span(0, 4), decode_tokens_per_s=rate)
-        speeds.observe(peer, claimed, SHAPE, "none", node)
+        speeds.observe(peer, claimed, SHAPE, "none", node, 100.0)
         assert speeds.slowdown(peer, "bfloat16") == pytest.approx(expected)
-    speeds.observe(peer, claimed, SHAPE, "none", NodeState(PeerId("node"), Span(0, 4)))
+    speeds.observe(peer, claimed, SHAPE, "none", NodeState(PeerId("node"), Span(0, 4)), 100.0)
     assert speeds.slowdown(peer, "bfloat16") == SLOWDOWNS[0], "an unmeasured node tells nothing"
     assert speeds.slowdown(peer, "int8") == 1.0
     assert speeds.predict_tokens_per_s(SHAPE, alone, {peer: claimed}) > before
