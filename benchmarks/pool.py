@@ -29,6 +29,7 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from nesa_node import AutoDistributedModelForCausalLM
 from nesa_node.core.settings.models import OrchestratorConfig
+from nesa_node.engine.kernels.threads import QUIET_SHARE
 from nesa_node.server.pool.member import total_memory_bytes
 from nesa_node.server.pool.models import describe_model, open_pool_model
 from tests.pool.machines import Pool, open_pool
@@ -70,7 +71,9 @@ def measure(folder: Path, options: Options, overstated: int) -> dict[str, Any]:
                     module="benchmarks.artificial_gpu" if is_gpu else "nesa_node",
                 )
             pool.wait(lambda: len(pool.view()["machines"]) == len(PARTS), 240, "offers")
-            others_share = wait_for_quiet_figures(cache_dir, min(FIGURES_S, 2 * options.seconds))
+            others_share = wait_for_quiet_figures(
+                pool, overstated, min(FIGURES_S, 2 * options.seconds)
+            )
             return {"overstated": overstated, "others_share": others_share} | measure_pool(
                 pool, cache_dir, options
             )
@@ -83,15 +86,28 @@ def unit_bytes(cache_dir: Path) -> int:
     return block * math.ceil(shape.num_blocks / sum(PARTS))
 
 
-def wait_for_quiet_figures(cache_dir: Path, seconds: float) -> float:
-    """Wait until all machines were measured while idle, or too long. Returns others' last share."""
+def wait_for_quiet_figures(pool: Pool, overstated: int, seconds: float) -> float:
+    """Wait until all machines offer figures of an idle computer, or too long. Returns the share of
+    its cores that other processes used.
+    """
     deadline = time.monotonic() + seconds
     while True:
-        found = [json.loads(path.read_text()) for path in cache_dir.glob("figures-*.json")]
-        others_share = max((each["others_share"] for each in found), default=1.0)
-        if others_share <= 0.15 or time.monotonic() > deadline:
-            return float(others_share)
-        time.sleep(1.0)
+        found = [json.loads(path.read_text()) for path in pool.cache_dir.glob("figures-*.json")]
+        known = {rate_of(each["kinds"]) for each in found if each["others_share"] <= QUIET_SHARE}
+        offered = {
+            rate_of(each["figures"]) / (overstated if each["device_type"] == "cuda" else 1)
+            for each in pool.view()["machines"]
+        }
+        if all(any(math.isclose(rate, each) for each in known) for rate in offered):
+            return float(max(each["others_share"] for each in found))
+        if time.monotonic() > deadline:
+            return math.nan
+        time.sleep(2.0)
+
+
+def rate_of(kinds: dict[str, Any]) -> float:
+    """Bytes/s at which float32 weights are read."""
+    return float(kinds["float32"]["read_bytes_per_s"])
 
 
 def measure_pool(pool: Pool, cache_dir: Path, options: Options) -> dict[str, Any]:

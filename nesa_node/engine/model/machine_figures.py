@@ -212,19 +212,27 @@ def measure_once(device: torch.device, threads: int, folder: Path) -> MachineFig
     process measures at a time. The files lie in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = _figures_path(device, threads, folder)
     with FileLock(folder / MEASUREMENT_LOCK):
-        stored = read_figures(device, threads, folder)
-        is_fresh = path.exists() and time.time() - path.stat().st_mtime < MAX_FIGURES_AGE_S
-        if stored is not None and is_fresh and stored.are_quiet:
+        stored = read_fresh_figures(device, threads, folder)
+        if stored is not None and stored.are_quiet:
             return stored
         figures = _measure_with_load(device)
-        if stored is not None and is_fresh and stored.others_share < figures.others_share:
+        if stored is not None and stored.others_share < figures.others_share:
             return stored
+        path = _figures_path(device, threads, folder)
         draft = path.with_suffix(".draft")
         draft.write_text(figures.as_json())
         draft.replace(path)
         return figures
+
+
+def read_fresh_figures(device: torch.device, threads: int, folder: Path) -> MachineFigures | None:
+    """Read what was measured on this device within `MAX_FIGURES_AGE_S`; None if nothing was."""
+    with suppress(OSError):
+        measured_at = _figures_path(device, threads, folder).stat().st_mtime
+        if time.time() - measured_at < MAX_FIGURES_AGE_S:
+            return read_figures(device, threads, folder)
+    return None
 
 
 def read_figures(device: torch.device, threads: int, folder: Path) -> MachineFigures | None:

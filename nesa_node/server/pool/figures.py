@@ -6,29 +6,45 @@ import asyncio
 import json
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.kernels.threads import QUIET_SHARE, IdleCores
+from nesa_node.engine.model.machine_figures import read_fresh_figures
 from nesa_node.swarm.dht.pool_notices import MeasuredFigures
 
 log = get_logger(__name__)
 
 TIMEOUT_S = 120.0
-AGAIN_INTERVAL_S = 20.0
-"""Interval at which a machine that was busy during its measurement is looked at; half to one and a
-half times as long, so that several on one computer do not disturb each other."""
+LOOK_INTERVAL_S = 3.0
+"""Interval at which a machine looks whether other programs leave its cores alone; half to one and a
+half times as long."""
+MAX_FIRST_WAIT_S = 45.0
+"""Longest wait for that before the first measurement: an offer has figures."""
+MAX_INTERVAL_S = 600.0
+"""Longest interval between measurements of a machine that is never quiet while it is measured."""
 
 
 class DeviceFigures:
-    """Figures by kind of weights: measured at once, and again when a busy machine becomes quiet."""
+    """Figures by kind of weights, of a machine that did little else while it was measured.
 
-    def __init__(self, device: str, threads: int | None, cache_dir: Path) -> None:
+    Measured in a process of its own, or read from `cache_dir`, where machines of one computer with
+    the same threads share them.
+    """
+
+    def __init__(self, device: torch.device, threads: int | None, cache_dir: Path) -> None:
         """`threads`: None for all that are used by default."""
         self.kinds: Mapping[str, MeasuredFigures] = {}
+        self._device, self._cache_dir = device, cache_dir
+        self._threads = threads or torch.get_num_threads()
         self._argv: tuple[str, ...] = (
-            *(sys.executable, "-m", "nesa_node.engine.model.machine_figures", device),
+            *(sys.executable, "-m", "nesa_node.engine.model.machine_figures", str(device)),
             *("auto" if threads is None else str(threads), str(cache_dir)),
         )
         self._is_final = False
@@ -38,10 +54,39 @@ class DeviceFigures:
         """Wait for the first measurement, which may have failed."""
         await self._ready.wait()
 
-    async def measure(self) -> None:
-        """Measure, or read an earlier measurement of a quiet machine. Keeps what was known if that
-        fails.
-        """
+    async def measure_first(self) -> None:
+        """Measure once other programs leave the cores alone, or after `MAX_FIRST_WAIT_S`."""
+        deadline, idle_cores = time.monotonic() + MAX_FIRST_WAIT_S, IdleCores()
+        while not self._read_quiet() and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_INTERVAL_S * random.uniform(0.5, 1.5))
+            if idle_cores.busy_share() <= QUIET_SHARE:
+                break
+        if not self._is_final:
+            await self._measure()
+
+    async def measure_until_quiet(self, is_free: Callable[[], bool]) -> None:
+        """Measure again when `is_free()` and little else runs, until that was so throughout."""
+        await self.wait()
+        interval_s = LOOK_INTERVAL_S
+        while not self._is_final and not self._read_quiet():
+            idle_cores = IdleCores()
+            await asyncio.sleep(interval_s * random.uniform(0.5, 1.5))
+            if is_free() and idle_cores.busy_share() <= QUIET_SHARE:
+                await self._measure()
+                interval_s = min(2 * interval_s, MAX_INTERVAL_S)
+
+    def _read_quiet(self) -> bool:
+        """Take figures that were measured on this device while it was quiet, if there are any."""
+        found = read_fresh_figures(self._device, self._threads, self._cache_dir)
+        if found is None or not found.are_quiet:
+            return False
+        self.kinds = {kind: _as_offered(asdict(each)) for kind, each in found.kinds.items()}
+        self._is_final = True
+        self._ready.set()
+        return True
+
+    async def _measure(self) -> None:
+        """Measure. Keeps what was known if that fails."""
         log.info("machine_measured", reason="orchestrators plan by what this device is seen to do")
         process = await asyncio.create_subprocess_exec(
             *self._argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
@@ -50,7 +95,7 @@ class DeviceFigures:
             async with asyncio.timeout(TIMEOUT_S):
                 output, _ = await process.communicate()
             measured = json.loads(output)
-            self.kinds = {kind: MeasuredFigures(**each) for kind, each in measured["kinds"].items()}
+            self.kinds = {kind: _as_offered(each) for kind, each in measured["kinds"].items()}
             self._is_final = measured["are_quiet"]
         except (TimeoutError, ValueError) as error:
             log.warning("machine_not_measured", reason=str(error))
@@ -61,11 +106,6 @@ class DeviceFigures:
                 process.kill()
                 await process.wait()
 
-    async def measure_until_quiet(self, is_free: Callable[[], bool]) -> None:
-        """Measure again when `is_free()` and little else runs, until that was so throughout."""
-        await self.wait()
-        while not self._is_final:
-            idle_cores = IdleCores()
-            await asyncio.sleep(AGAIN_INTERVAL_S * random.uniform(0.5, 1.5))
-            if is_free() and idle_cores.busy_share() <= QUIET_SHARE:
-                await self.measure()
+
+def _as_offered(figures: Mapping[str, Any]) -> MeasuredFigures:
+    return MeasuredFigures.model_validate(figures)

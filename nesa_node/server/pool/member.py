@@ -75,8 +75,8 @@ async def run_pool_member(
     watch = None if config.pool_gpu_share is None else watch_other_programs(device)
     terms = OperatorTerms(config, watch)
     with stop_signals() as stopping:
-        figures = DeviceFigures(str(device), config.threads, config.cache_dir)
-        measuring = asyncio.create_task(figures.measure())
+        figures = DeviceFigures(device, config.threads, config.cache_dir)
+        measuring = asyncio.create_task(figures.measure_first())
         try:
             async with join_swarm(config, stopping) as swarm:
                 member = PoolMember(config, swarm, device, figures, terms)

@@ -94,7 +94,8 @@ def make_member(
         clock=clock,
         local_time=lambda: datetime(2026, 11, 26, hour(), 59),
     )
-    return PoolMember(config, swarm, torch.device("cpu"), DeviceFigures("cpu", 1, folder), terms)
+    cpu = torch.device("cpu")
+    return PoolMember(config, swarm, cpu, DeviceFigures(cpu, 1, folder), terms)
 
 
 @pytest.mark.parametrize("name", PATHS)
