@@ -88,21 +88,23 @@ def unit_bytes(cache_dir: Path) -> int:
 
 def wait_for_quiet_figures(pool: Pool, overstated: int, seconds: float) -> float:
     """Wait until all machines offer figures of an idle computer, or too long. Returns the share of
-    its cores that other processes used.
+    its cores that other processes used, NaN for too long.
     """
     deadline = time.monotonic() + seconds
-    while True:
+    while time.monotonic() < deadline:
         found = [json.loads(path.read_text()) for path in pool.cache_dir.glob("figures-*.json")]
-        known = {rate_of(each["kinds"]) for each in found if each["others_share"] <= QUIET_SHARE}
-        offered = {
-            rate_of(each["figures"]) / (overstated if each["device_type"] == "cuda" else 1)
-            for each in pool.view()["machines"]
-        }
-        if all(any(math.isclose(rate, each) for each in known) for rate in offered):
-            return float(max(each["others_share"] for each in found))
-        if time.monotonic() > deadline:
-            return math.nan
-        time.sleep(2.0)
+        others_share = max((each["others_share"] for each in found), default=1.0)
+        # To ask for the offers takes seconds of the computer that is to be idle.
+        if others_share <= QUIET_SHARE:
+            known = [rate_of(each["kinds"]) for each in found]
+            offered = [
+                rate_of(each["figures"]) / (overstated if each["device_type"] == "cuda" else 1)
+                for each in pool.view()["machines"]
+            ]
+            if all(any(math.isclose(rate, each) for each in known) for rate in offered):
+                return float(others_share)
+        time.sleep(10.0)
+    return math.nan
 
 
 def rate_of(kinds: dict[str, Any]) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import psutil
 import torch
@@ -217,6 +218,9 @@ WARMUP_TOKENS = 16
 MAX_DECODE_STEPS = 16
 MIN_DECODE_STEPS = 3
 MAX_PREFILL_REPEATS = 3
+UNDISTURBED_STEPS = 100
+UNDISTURBED_SHARE = 0.2
+"""Share of the steps, the fastest, that tell what a device does when nothing else runs."""
 MAX_TUNING_STEPS = 128
 TUNING_DEADLINE_S, DECODE_DEADLINE_S, PREFILL_DEADLINE_S = 0.6, 0.9, 1.2
 """Deadlines in seconds since the start: no further steps are run to tune the number of threads, to
@@ -240,13 +244,15 @@ def measure_throughput(
     stop: Callable[[], bool] = bool,
     clock: Callable[[], float] = time.perf_counter,
     time_fraction: float = 1.0,
+    undisturbed: bool = False,
 ) -> SpanThroughput:
     """Time single-token steps and prefills of `MAX_PREFILL_TOKENS`, to `PREFILL_DEADLINE_S`.
 
     Tunes the number of threads first. Blocks the thread; `time_fraction` scales the deadlines.
-    Raises `MeasurementCancelled` before the next step once `stop` returns true.
+    `undisturbed`: by the fastest steps, as if other programs that run now did not. Raises
+    `MeasurementCancelled` before the next step once `stop` returns true.
     """
-    return _ThroughputMeasurement(blocks, stop, clock, time_fraction).throughput()
+    return _ThroughputMeasurement(blocks, stop, clock, time_fraction, undisturbed).throughput()
 
 
 class MeasurementCancelled(Exception):
@@ -260,9 +266,10 @@ class _ThroughputMeasurement:
         stop: Callable[[], bool],
         clock: Callable[[], float],
         time_fraction: float,
+        undisturbed: bool,
     ) -> None:
         self._blocks, self._stop, self._clock = blocks, stop, clock
-        self._time_fraction = time_fraction
+        self._time_fraction, self._undisturbed = time_fraction, undisturbed
         self._began = clock()
         generator = torch.Generator().manual_seed(0)
         shape = (min(MAX_PREFILL_TOKENS, blocks.context_length // 2), blocks.hidden_size)
@@ -275,8 +282,9 @@ class _ThroughputMeasurement:
         prefills_s = [self._time_prefill()]
         while len(prefills_s) <= MAX_PREFILL_REPEATS and not self._is_past(PREFILL_DEADLINE_S):
             prefills_s.append(self._time_prefill())
+        summarize = min if self._undisturbed else median
         return SpanThroughput(
-            prefill_tokens_per_s=len(self._hidden_LD) / median(prefills_s[1:] or prefills_s),
+            prefill_tokens_per_s=len(self._hidden_LD) / summarize(prefills_s[1:] or prefills_s),
             decode_tokens_per_s=1 / decode_s,
         )
 
@@ -290,8 +298,11 @@ class _ThroughputMeasurement:
             if settled or self._is_past(TUNING_DEADLINE_S):
                 break
         steps_s = [self._time_decode_step(table) for _ in range(MIN_DECODE_STEPS)]
-        while len(steps_s) < MAX_DECODE_STEPS and not self._is_past(DECODE_DEADLINE_S):
+        most = UNDISTURBED_STEPS if self._undisturbed else MAX_DECODE_STEPS
+        while len(steps_s) < most and not self._is_past(DECODE_DEADLINE_S):
             steps_s.append(self._time_decode_step(table))
+        if self._undisturbed:
+            return fmean(sorted(steps_s)[: math.ceil(UNDISTURBED_SHARE * len(steps_s))])
         return clipped_mean(steps_s)
 
     def _time_prefill(self) -> float:

@@ -58,7 +58,7 @@ _PRODUCTS = 50
 MAX_FIGURES_AGE_S = 86_400.0
 MEASUREMENT_LOCK = "figures.lock"
 """File in the cache folder, locked by a process while it measures: several would share cores."""
-_FIGURES_VERSION = 2
+_FIGURES_VERSION = 3
 """Changes with what is measured, so that older files are not read."""
 
 
@@ -110,7 +110,7 @@ def _measure_model(
 ) -> _BlockTimes:
     span = Span(0, model.num_blocks)
     blocks = load_blocks(model, span, dtype=dtype, device=device, quant_type=quant_type)
-    throughput = measure_throughput(blocks, time_fraction=_TIME_FRACTION)
+    throughput = measure_throughput(blocks, time_fraction=_TIME_FRACTION, undisturbed=True)
     times = _BlockTimes(
         blocks.weight_bytes / _NUM_BLOCKS,
         1 / throughput.decode_tokens_per_s / _NUM_BLOCKS,

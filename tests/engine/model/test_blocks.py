@@ -198,6 +198,24 @@ def test_short_steps_are_timed_as_often_as_tells_their_speed(blocks: ModelBlocks
     assert next(seconds) >= 2 * (1 + MAX_DECODE_STEPS + MAX_PREFILL_REPEATS)
 
 
+@pytest.mark.parametrize("undisturbed", [True, False])
+def test_the_fastest_steps_tell_what_a_busy_machine_could_do(
+    blocks: ModelBlocks, undisturbed: bool
+) -> None:
+    """Three of four steps take 5 ms instead of 1 ms, and so do three of four prefills."""
+    now, readings = 0.0, itertools.count()
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001 if next(readings) // 2 % 4 == 1 else 0.005
+        return now
+
+    throughput = measure_throughput(blocks, clock=clock, undisturbed=undisturbed)
+    fast = throughput.decode_tokens_per_s > 0.9 / 0.001
+    assert fast == undisturbed
+    assert (throughput.prefill_tokens_per_s > 0.9 * 128 / 0.001) == undisturbed
+
+
 def test_throughput_is_measured_by_the_clock_of_the_machine(blocks: ModelBlocks) -> None:
     throughput = measure_throughput(blocks)
     assert min(throughput.prefill_tokens_per_s, throughput.decode_tokens_per_s) > 0
