@@ -19,13 +19,16 @@ class WeightFigures:
 
     `block_overhead_s` is the part of a block's time that does not depend on its size, which passes
     during the computation if `overlaps`; `read_bytes_per_s` is the rate at which decode steps read
-    weights, `flop_per_s` the arithmetic of prefills.
+    weights, `flop_per_s` the arithmetic of prefills. `wakeup_s` is what a decode step takes longer
+    after a pause, as in a chain, where a device waits for its turn: its threads have gone to sleep,
+    and its caches hold other data.
     """
 
     block_overhead_s: float
     read_bytes_per_s: float
     flop_per_s: float
     overlaps: bool = False
+    wakeup_s: float = 0.0
 
     def slowed(self, factor: float) -> WeightFigures:
         """Figures of a device on which everything takes `factor` times as long."""
@@ -34,6 +37,7 @@ class WeightFigures:
             self.read_bytes_per_s / factor,
             self.flop_per_s / factor,
             self.overlaps,
+            factor * self.wakeup_s,
         )
 
     def block_s(self, work: BlockWork, tokens: int) -> float:

@@ -67,6 +67,7 @@ class _SnapshotFigures(_SnapshotPart):
     read_bytes_per_s: _Figure
     flop_per_s: _Figure
     overlaps: bool
+    wakeup_s: _Amount = 0.0
 
 
 class _SnapshotWork(_SnapshotPart):

@@ -218,6 +218,9 @@ WARMUP_TOKENS = 16
 MAX_DECODE_STEPS = 16
 MIN_DECODE_STEPS = 3
 MAX_PREFILL_REPEATS = 3
+RESTED_STEPS = 16
+PAUSE_S = 0.02
+"""Pause before a step, longer than threads look for work before they sleep."""
 UNDISTURBED_STEPS = 100
 UNDISTURBED_SHARE = 0.2
 """Share of the steps, the fastest, that tell what a device does when nothing else runs."""
@@ -253,6 +256,14 @@ def measure_throughput(
     `MeasurementCancelled` before the next step once `stop` returns true.
     """
     return _ThroughputMeasurement(blocks, stop, clock, time_fraction, undisturbed).throughput()
+
+
+def measure_rested_step_s(blocks: ModelBlocks) -> float:
+    """Seconds of a decode step after a pause, in the mean of the faster half of `RESTED_STEPS`.
+
+    Blocks the thread for half a second.
+    """
+    return _ThroughputMeasurement(blocks, bool, time.perf_counter, 1.0, True).rested_step_s()
 
 
 class MeasurementCancelled(Exception):
@@ -304,6 +315,15 @@ class _ThroughputMeasurement:
         if self._undisturbed:
             return fmean(sorted(steps_s)[: math.ceil(UNDISTURBED_SHARE * len(steps_s))])
         return clipped_mean(steps_s)
+
+    def rested_step_s(self) -> float:
+        table = self._new_table(len(self._warmup_LD) + 1)
+        self._time_step(table, self._warmup_LD)
+        steps_s = []
+        for _ in range(RESTED_STEPS):
+            time.sleep(PAUSE_S)
+            steps_s.append(self._time_decode_step(table))
+        return fmean(sorted(steps_s)[: RESTED_STEPS // 2])
 
     def _time_prefill(self) -> float:
         return self._time_step(self._new_table(len(self._hidden_LD)), self._hidden_LD)

@@ -14,8 +14,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
@@ -34,6 +35,7 @@ from nesa_node.engine.model.devices import (
     choose_device,
     compute_block_bytes,
     compute_block_work,
+    measure_rested_step_s,
     measure_throughput,
     release_memory,
 )
@@ -58,7 +60,7 @@ _PRODUCTS = 50
 MAX_FIGURES_AGE_S = 86_400.0
 MEASUREMENT_LOCK = "figures.lock"
 """File in the cache folder, locked by a process while it measures: several would share cores."""
-_FIGURES_VERSION = 3
+_FIGURES_VERSION = 4
 """Changes with what is measured, so that older files are not read."""
 
 
@@ -74,7 +76,9 @@ def measure_figures(device: torch.device) -> dict[str, WeightFigures]:
         for kind, dtype, quant_type in WEIGHT_KINDS:
             with suppress(ImportError, RuntimeError, ValueError, MemoryError):
                 figures[kind] = _measure_kind(models, dtype, quant_type, device)
-    return figures
+    # That of the device: the kinds differ by noise.
+    wakeup_s = median([each.wakeup_s for each in figures.values()] or [0.0])
+    return {kind: replace(each, wakeup_s=wakeup_s) for kind, each in figures.items()}
 
 
 def _measure_kind(
@@ -91,17 +95,23 @@ def _measure_kind(
     prefill_s = large.prefill_s if overlaps else large.prefill_s - overhead_s
     flop = MAX_PREFILL_TOKENS * 2 * _count_parameters(models[1]) / _NUM_BLOCKS
     return WeightFigures(
-        overhead_s, read_bytes_per_s, flop / max(prefill_s, 0.1 * large.prefill_s), overlaps
+        overhead_s,
+        read_bytes_per_s,
+        flop / max(prefill_s, 0.1 * large.prefill_s),
+        overlaps,
+        large.wakeup_s,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockTimes:
-    """Bytes and seconds of one block; the rate of its largest product alone, on a GPU."""
+    """Bytes and seconds of one block; what a step takes longer after a pause; the rate of the
+    largest product alone, on a GPU."""
 
     weight_bytes: float
     decode_s: float
     prefill_s: float
+    wakeup_s: float
     read_bytes_per_s: float
 
 
@@ -115,6 +125,7 @@ def _measure_model(
         blocks.weight_bytes / _NUM_BLOCKS,
         1 / throughput.decode_tokens_per_s / _NUM_BLOCKS,
         MAX_PREFILL_TOKENS / throughput.prefill_tokens_per_s / _NUM_BLOCKS,
+        max(measure_rested_step_s(blocks) - 1 / throughput.decode_tokens_per_s, 0.0),
         _measure_product(blocks, device) if device.type == "cuda" else math.nan,
     )
     del blocks

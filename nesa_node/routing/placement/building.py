@@ -203,7 +203,8 @@ def _candidates(
         blocks = min(machine.memory_bytes // largest, most[machine.max_download_bytes])
         if figures is not None and blocks:
             block_s = sum(figures.block_s(each, 1) for each in work) / len(work)
-            found.append(_Candidate(machine.peer, int(blocks), block_s, machine.hop_s))
+            hop_s = machine.hop_s + figures.wakeup_s
+            found.append(_Candidate(machine.peer, int(blocks), block_s, hop_s))
     return found
 
 

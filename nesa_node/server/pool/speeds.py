@@ -46,7 +46,7 @@ def time_span(
     step_s = prefill_s = head_s = math.nan
     if figures is not None:
         work_B = shape.work[quant_type][span.start : span.end]
-        step_s = sum(figures.block_s(work, 1) for work in work_B)
+        step_s = figures.wakeup_s + sum(figures.block_s(work, 1) for work in work_B)
         prefill_s = sum(figures.block_s(work, PROMPT_TOKENS) for work in work_B)
         head_s = machine.figures.get(shape.dtype, figures).block_s(shape.head, 1)
     return TimedSpan(machine.peer, span, step_s, prefill_s, machine.hop_s, head_s)
@@ -157,7 +157,7 @@ class MachineSpeeds:
         if is_settled and kind in offer.figures:
             figures = offer.figures[kind].weight_figures()
             work = shape.work[quant_type][node.span.start : node.span.end]
-            expected_s = sum(figures.block_s(each, 1) for each in work)
+            expected_s = figures.wakeup_s + sum(figures.block_s(each, 1) for each in work)
             slower = 1 / node.decode_tokens_per_s / expected_s
             least, most = SLOWDOWNS
             self._slowdowns[peer, kind] = min(max(slower, least), most)

@@ -76,6 +76,7 @@ class MeasuredFigures(BaseModel):
     read_bytes_per_s: _Positive
     flop_per_s: _Positive
     overlaps: bool = False
+    wakeup_s: float = Field(default=0.0, ge=0, le=1e3)
 
     def weight_figures(self) -> WeightFigures:
         return WeightFigures(**self.model_dump())

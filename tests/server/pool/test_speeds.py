@@ -86,6 +86,21 @@ def test_what_a_node_measured_corrects_the_figures_within_bounds(
     assert speeds.predict_tokens_per_s(SHAPE, alone, {peer: claimed}) > before
 
 
+def test_a_machine_wakes_up_once_a_token(speeds: MachineSpeeds, tmp_path: Any) -> None:
+    peer, rested = PeerId("one"), offer(Identity.ephemeral(tmp_path), bfloat16=100)
+    figures = rested.figures["bfloat16"].model_copy(update={"wakeup_s": 0.003})
+    waking = rested.model_copy(update={"figures": {"bfloat16": figures}})
+    alone = {peer: span(0, 4)}
+    seconds = [
+        1 / speeds.predict_tokens_per_s(SHAPE, alone, {peer: each}) for each in (rested, waking)
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(0.003)
+    node = NodeState(PeerId("node"), Span(0, 4), decode_tokens_per_s=1 / 0.043)
+    for now in (0.0, MIN_SERVING_S):
+        speeds.observe(peer, waking, SHAPE, "none", node, now)
+    assert speeds.slowdown(peer, "bfloat16") == pytest.approx(1.0)
+
+
 def test_nothing_is_predicted_for_a_hole_or_without_figures(
     speeds: MachineSpeeds, tmp_path: Any
 ) -> None:
