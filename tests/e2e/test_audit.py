@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,8 +18,7 @@ from nesa_node.engine.cache.paged_attention import RowChunk
 from nesa_node.engine.model.blocks import ModelBlocks, TokenSlice
 from nesa_node.engine.model.devices import SpanThroughput, measure_throughput
 from nesa_node.routing.reputation import SpeedClaims
-from nesa_node.server.node import served_span
-from nesa_node.server.node import served_span as speed
+from nesa_node.server.node import served_span, span_speed
 from nesa_node.swarm.dht.sealing import FailureKind, ReportedFailure
 from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.p2p.identity import Identity
@@ -39,7 +37,7 @@ HONEST_TOKENS_PER_S = 50.0
 
 @pytest.fixture(autouse=True)
 def _speeds_stay_as_they_were_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "MIN_MEASURE_INTERVAL_S", math.inf)
+    monkeypatch.setattr(span_speed, "SAMPLE_INTERVAL_S", 1e6)
 
 
 async def test_a_node_that_claims_a_hundred_times_its_speed_is_found_out(
