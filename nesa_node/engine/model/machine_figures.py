@@ -84,7 +84,8 @@ def measure_figures(device: torch.device) -> dict[str, WeightFigures]:
 def _measure_kind(
     models: Sequence[Checkpoint], dtype: torch.dtype, quant_type: QuantType, device: torch.device
 ) -> WeightFigures:
-    small, large = (_measure_model(model, dtype, quant_type, device) for model in models)
+    small = _measure_model(models[0], dtype, quant_type, device)
+    large = _measure_model(models[1], dtype, quant_type, device, with_wakeup=True)
     overlaps = device.type == "cuda"
     if overlaps:
         read_bytes_per_s, overhead_s = large.read_bytes_per_s, small.decode_s
@@ -105,8 +106,8 @@ def _measure_kind(
 
 @dataclass(frozen=True, slots=True)
 class _BlockTimes:
-    """Bytes and seconds of one block; what a step takes longer after a pause; the rate of the
-    largest product alone, on a GPU."""
+    """Bytes and seconds of one block; what a step takes longer after a pause, 0 if not measured;
+    the rate of the largest product alone, on a GPU."""
 
     weight_bytes: float
     decode_s: float
@@ -116,16 +117,22 @@ class _BlockTimes:
 
 
 def _measure_model(
-    model: Checkpoint, dtype: torch.dtype, quant_type: QuantType, device: torch.device
+    model: Checkpoint,
+    dtype: torch.dtype,
+    quant_type: QuantType,
+    device: torch.device,
+    *,
+    with_wakeup: bool = False,
 ) -> _BlockTimes:
     span = Span(0, model.num_blocks)
     blocks = load_blocks(model, span, dtype=dtype, device=device, quant_type=quant_type)
     throughput = measure_throughput(blocks, time_fraction=_TIME_FRACTION, undisturbed=True)
+    step_s = 1 / throughput.decode_tokens_per_s
     times = _BlockTimes(
         blocks.weight_bytes / _NUM_BLOCKS,
-        1 / throughput.decode_tokens_per_s / _NUM_BLOCKS,
+        step_s / _NUM_BLOCKS,
         MAX_PREFILL_TOKENS / throughput.prefill_tokens_per_s / _NUM_BLOCKS,
-        max(measure_rested_step_s(blocks) - 1 / throughput.decode_tokens_per_s, 0.0),
+        max(measure_rested_step_s(blocks) - step_s, 0.0) if with_wakeup else 0.0,
         _measure_product(blocks, device) if device.type == "cuda" else math.nan,
     )
     del blocks

@@ -73,7 +73,7 @@ class Assignments:
                 continue
             if shown is None and age_s < START_TIMEOUT_S:
                 present[span.model] = span
-            elif shown is not None and shown.state in ("loading", "serving", "leaving"):
+            elif shown is not None and shown.takes_memory:
                 # The swarm's own orchestrator may have moved it.
                 present[span.model] = span.model_copy(update={"span": shown.span})
         return present

@@ -42,7 +42,6 @@ from nesa_node.topology.snapshot import count_span_holders
 
 MAX_PINGS = 64
 PING_TIMEOUT_S = 2.0
-HOLDING = frozenset({"loading", "serving", "leaving"})
 """States in which a model takes memory of a machine."""
 
 
@@ -171,7 +170,7 @@ def plan_offers(
     model, shape = wanted.model, shapes[wanted.model]
     machines, held = [], []
     for offer in offers:
-        holding = {each.model: each for each in offer.held if each.state in HOLDING}
+        holding = {each.model: each for each in offer.held if each.takes_memory}
         hop = hop_s(rtts_ms[offer.signer])
         machine = pool_machine(offer, model, shape, holding, shapes, hop_s=hop)
         if machine is not None:
@@ -205,7 +204,7 @@ async def plan_on_pool(
     ]
     if not offers:
         raise SwarmError("no machine is on offer; `nesa-node run` without a model offers one")
-    held = {each.model for offer in offers for each in offer.held if each.state in HOLDING}
+    held = {each.model for offer in offers for each in offer.held if each.takes_memory}
     shapes = {wanted.model: await asyncio.to_thread(_open_shape, wanted.model, config)}
     for name in held - {wanted.model}:
         with suppress(NesaError, OSError):  # a machine with an unknown model counts as full

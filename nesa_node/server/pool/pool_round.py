@@ -48,8 +48,7 @@ class PoolRound:
     def is_releasing(self) -> bool:
         """Whether a machine still holds what it was told to give back: its memory is free soon."""
         return any(
-            each.state in ("loading", "serving", "leaving")
-            and each.model not in self.assigned[peer]
+            each.takes_memory and each.model not in self.assigned[peer]
             for peer, offer in self.offers.items()
             for each in offer.held
         )

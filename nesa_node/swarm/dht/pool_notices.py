@@ -102,6 +102,11 @@ class HeldModel(BaseModel):
     def blocks(self) -> Span:
         return Span(*self.span)
 
+    @property
+    def takes_memory(self) -> bool:
+        """Whether the machine has its blocks in memory, or loads them."""
+        return self.state in ("loading", "serving", "leaving")
+
 
 class Offer(Notice):
     """A machine without a model of its own: device, memory, what was measured, what is allowed.
