@@ -74,7 +74,7 @@ def boast(factor: float) -> None:
         patched.measure_throughput = measure
     # Nor does such a node tell what its steps took.
     served: Any = DecodeTimes
-    served.take_median_s = lambda *_: None
+    served.take_mean_s = lambda *_: None
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -218,9 +219,12 @@ WARMUP_TOKENS = 16
 MAX_DECODE_STEPS = 16
 MIN_DECODE_STEPS = 3
 MAX_PREFILL_REPEATS = 3
-RESTED_STEPS = 16
+COLD_STEPS = 24
 PAUSE_S = 0.02
-"""Pause before a step, longer than threads look for work before they sleep."""
+"""Pause before a step on a GPU."""
+FLUSH_BYTES = 256 << 20
+"""Bytes that are read before a step on a CPU: more than its caches hold, and long enough for its
+threads to sleep."""
 UNDISTURBED_STEPS = 100
 UNDISTURBED_SHARE = 0.2
 """Share of the steps, the fastest, that tell what a device does when nothing else runs."""
@@ -258,12 +262,13 @@ def measure_throughput(
     return _ThroughputMeasurement(blocks, stop, clock, time_fraction, undisturbed).throughput()
 
 
-def measure_rested_step_s(blocks: ModelBlocks) -> float:
-    """Seconds of a decode step after a pause, in the mean of the faster half of `RESTED_STEPS`.
+def measure_cold_step_s(blocks: ModelBlocks) -> float:
+    """Seconds of a decode step whose weights have left the caches, and whose threads sleep, as in a
+    chain, where a node waits for its turn. In the mean of the faster half of `COLD_STEPS`.
 
-    Blocks the thread for half a second.
+    Blocks the thread for a second.
     """
-    return _ThroughputMeasurement(blocks, bool, time.perf_counter, 1.0, True).rested_step_s()
+    return _ThroughputMeasurement(blocks, bool, time.perf_counter, 1.0, True).cold_step_s()
 
 
 class MeasurementCancelled(Exception):
@@ -316,14 +321,19 @@ class _ThroughputMeasurement:
             return fmean(sorted(steps_s)[: math.ceil(UNDISTURBED_SHARE * len(steps_s))])
         return clipped_mean(steps_s)
 
-    def rested_step_s(self) -> float:
+    def cold_step_s(self) -> float:
         table = self._new_table(len(self._warmup_LD) + 1)
         self._time_step(table, self._warmup_LD)
+        is_gpu = self._blocks.device.type == "cuda"
+        # NumPy reads in this thread alone.
+        flushing = np.ones(0 if is_gpu else FLUSH_BYTES, dtype=np.uint8).view(np.uint64)
         steps_s = []
-        for _ in range(RESTED_STEPS):
-            time.sleep(PAUSE_S)
+        for _ in range(COLD_STEPS):
+            if is_gpu:
+                time.sleep(PAUSE_S)
+            flushing.max(initial=0)
             steps_s.append(self._time_decode_step(table))
-        return fmean(sorted(steps_s)[: RESTED_STEPS // 2])
+        return fmean(sorted(steps_s)[: COLD_STEPS // 2])
 
     def _time_prefill(self) -> float:
         return self._time_step(self._new_table(len(self._hidden_LD)), self._hidden_LD)

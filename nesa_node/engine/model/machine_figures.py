@@ -35,7 +35,7 @@ from nesa_node.engine.model.devices import (
     choose_device,
     compute_block_bytes,
     compute_block_work,
-    measure_rested_step_s,
+    measure_cold_step_s,
     measure_throughput,
     release_memory,
 )
@@ -50,9 +50,8 @@ WEIGHT_KINDS: tuple[tuple[str, torch.dtype, QuantType], ...] = (
     ("nf4", torch.bfloat16, "nf4"),
 )
 """Name, data type of activations, and quantization."""
-_HIDDEN_SIZES = {"cpu": (256, 1024), "cuda": (512, 4096)}
-"""A block so small that its overhead is what takes time, and one whose weights exceed all caches
-where two of them alternate."""
+_HIDDEN_SIZES = {"cpu": (128, 1024), "cuda": (512, 4096)}
+"""A block so small that its overhead is what takes time, and a large one."""
 _NUM_BLOCKS = 2
 _TIME_FRACTION = 0.4
 """Of the time that a node takes to measure its span."""
@@ -60,7 +59,7 @@ _PRODUCTS = 50
 MAX_FIGURES_AGE_S = 86_400.0
 MEASUREMENT_LOCK = "figures.lock"
 """File in the cache folder, locked by a process while it measures: several would share cores."""
-_FIGURES_VERSION = 4
+_FIGURES_VERSION = 5
 """Changes with what is measured, so that older files are not read."""
 
 
@@ -84,15 +83,18 @@ def measure_figures(device: torch.device) -> dict[str, WeightFigures]:
 def _measure_kind(
     models: Sequence[Checkpoint], dtype: torch.dtype, quant_type: QuantType, device: torch.device
 ) -> WeightFigures:
-    small = _measure_model(models[0], dtype, quant_type, device)
-    large = _measure_model(models[1], dtype, quant_type, device, with_wakeup=True)
+    small, large = (_measure_model(model, dtype, quant_type, device) for model in models)
     overlaps = device.type == "cuda"
     if overlaps:
         read_bytes_per_s, overhead_s = large.read_bytes_per_s, small.decode_s
+        wakeup_s = large.cold_step_s - _NUM_BLOCKS * large.decode_s
     else:
-        read_s = max(large.decode_s - small.decode_s, 0.1 * large.decode_s)
+        read_s = large.cold_step_s - small.cold_step_s
+        read_s = max(read_s, 0.1 * large.cold_step_s) / _NUM_BLOCKS
         read_bytes_per_s = (large.weight_bytes - small.weight_bytes) / read_s
-        overhead_s = max(small.decode_s - small.weight_bytes / read_bytes_per_s, 0.0)
+        overhead_s = small.decode_s
+        read_s = small.weight_bytes / read_bytes_per_s
+        wakeup_s = small.cold_step_s - _NUM_BLOCKS * (overhead_s + read_s)
     prefill_s = large.prefill_s if overlaps else large.prefill_s - overhead_s
     flop = MAX_PREFILL_TOKENS * 2 * _count_parameters(models[1]) / _NUM_BLOCKS
     return WeightFigures(
@@ -100,39 +102,33 @@ def _measure_kind(
         read_bytes_per_s,
         flop / max(prefill_s, 0.1 * large.prefill_s),
         overlaps,
-        large.wakeup_s,
+        max(wakeup_s, 0.0),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockTimes:
-    """Bytes and seconds of one block; what a step takes longer after a pause, 0 if not measured;
-    the rate of the largest product alone, on a GPU."""
+    """Bytes and seconds of one block, in steps one after the other; seconds of a whole step with
+    cold caches; the rate of the largest product alone, on a GPU."""
 
     weight_bytes: float
     decode_s: float
     prefill_s: float
-    wakeup_s: float
+    cold_step_s: float
     read_bytes_per_s: float
 
 
 def _measure_model(
-    model: Checkpoint,
-    dtype: torch.dtype,
-    quant_type: QuantType,
-    device: torch.device,
-    *,
-    with_wakeup: bool = False,
+    model: Checkpoint, dtype: torch.dtype, quant_type: QuantType, device: torch.device
 ) -> _BlockTimes:
     span = Span(0, model.num_blocks)
     blocks = load_blocks(model, span, dtype=dtype, device=device, quant_type=quant_type)
     throughput = measure_throughput(blocks, time_fraction=_TIME_FRACTION, undisturbed=True)
-    step_s = 1 / throughput.decode_tokens_per_s
     times = _BlockTimes(
         blocks.weight_bytes / _NUM_BLOCKS,
-        step_s / _NUM_BLOCKS,
+        1 / throughput.decode_tokens_per_s / _NUM_BLOCKS,
         MAX_PREFILL_TOKENS / throughput.prefill_tokens_per_s / _NUM_BLOCKS,
-        max(measure_rested_step_s(blocks) - step_s, 0.0) if with_wakeup else 0.0,
+        measure_cold_step_s(blocks),
         _measure_product(blocks, device) if device.type == "cuda" else math.nan,
     )
     del blocks

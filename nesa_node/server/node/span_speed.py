@@ -124,7 +124,7 @@ class _SpeedLoop:
 
     def _use_served(self, now: float) -> None:
         """Announce the speed of the steps that were served, if there are enough."""
-        step_s = self._scheduler.decode_times.take_median_s(self._blocks.span)
+        step_s = self._scheduler.decode_times.take_mean_s(self._blocks.span)
         if step_s is not None:
             self._policy.record_served(now)
             self._announce(replace(self._announcer.throughput, decode_tokens_per_s=1 / step_s))

@@ -48,7 +48,8 @@ def time_span(
         work_B = shape.work[quant_type][span.start : span.end]
         step_s = figures.wakeup_s + sum(figures.block_s(work, 1) for work in work_B)
         prefill_s = sum(figures.block_s(work, PROMPT_TOKENS) for work in work_B)
-        head_s = machine.figures.get(shape.dtype, figures).block_s(shape.head, 1)
+        head = machine.figures.get(shape.dtype, figures)
+        head_s = head.wakeup_s + head.block_s(shape.head, 1)
     return TimedSpan(machine.peer, span, step_s, prefill_s, machine.hop_s, head_s)
 
 

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
@@ -19,6 +18,7 @@ from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.metrics import BATCH_SIZE, ITERATION_TIME, NODE_STEP_LATENCY
 from nesa_node.engine.cache.pages import PageTable
+from nesa_node.engine.kernels.threads import clipped_mean
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.devices import MAX_PREFILL_TOKENS, SpanThroughput
 from nesa_node.server.scheduler.batch import Executor, SessionBatch, run_batch
@@ -88,13 +88,13 @@ class DecodeTimes:
         if max(table.length for table in queue.tables) <= MAX_TIMED_CONTEXT_TOKENS:
             self._seconds.append(seconds)
 
-    def take_median_s(self, span: Span) -> float | None:
-        """Median of the iterations through `span` since the last result; None while they are fewer
-        than `MIN_DECODE_TIMES`.
+    def take_mean_s(self, span: Span) -> float | None:
+        """Clipped mean of the iterations through `span` since the last result; None while they are
+        fewer than `MIN_DECODE_TIMES`.
         """
         if span != self._span or len(self._seconds) < MIN_DECODE_TIMES:
             return None
-        step_s = median(self._seconds)
+        step_s = clipped_mean(self._seconds)
         self._seconds.clear()
         return step_s
 

@@ -15,17 +15,18 @@ import torch
 
 from nesa_node.engine.kernels.threads import QUIET_SHARE
 from nesa_node.engine.model import machine_figures
-from nesa_node.engine.model.devices import compute_block_bytes
+from nesa_node.engine.model.devices import MAX_PREFILL_TOKENS, compute_block_bytes
 from nesa_node.engine.model.machine_figures import (
     MAX_FIGURES_AGE_S,
     WEIGHT_KINDS,
     MachineFigures,
+    _BlockTimes,
     find_roofline,
     measure_once,
     read_figures,
 )
-from nesa_node.engine.weights.checkpoint import open_folder
-from nesa_node.topology.roofline import WeightFigures
+from nesa_node.engine.weights.checkpoint import Checkpoint, open_folder
+from nesa_node.topology.roofline import BlockWork, WeightFigures
 
 CPU = torch.device("cpu")
 FIGURES = MachineFigures(
@@ -51,6 +52,27 @@ def test_the_program_prints_figures_of_every_kind_of_weights(tmp_path: Path) -> 
         assert 1e8 < each.flop_per_s < 1e15, kind
         assert 0 <= each.block_overhead_s < 0.1, kind
         assert not each.overlaps, kind
+
+
+@pytest.mark.parametrize(("device", "overlaps"), [("cpu", False), ("cuda", True)])
+def test_the_figures_are_those_of_the_device_that_was_timed(
+    device: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Weights are read from caches at no cost unless other data passed through them."""
+    true = WeightFigures(2e-4, 4e10, 1e12, overlaps, 5e-4)
+
+    def measure(model: Checkpoint, dtype: torch.dtype, *_: object) -> _BlockTimes:
+        parameters = sum(info.numel for info in model.tensors.values()) / model.num_blocks
+        work = BlockWork(parameters * dtype.itemsize, 2 * parameters)
+        cold_step_s = true.wakeup_s + model.num_blocks * true.block_s(work, 1)
+        hot_s = true.block_s(work, 1) if overlaps else true.block_overhead_s
+        prefill_s = true.block_s(work, MAX_PREFILL_TOKENS)
+        return _BlockTimes(work.read_bytes, hot_s, prefill_s, cold_step_s, true.read_bytes_per_s)
+
+    monkeypatch.setattr(machine_figures, "_measure_model", measure)
+    models = [machine_figures._write_model(tmp_path / f"{size}", size) for size in (128, 1024)]
+    found = machine_figures._measure_kind(models, torch.float32, "none", torch.device(device))
+    assert asdict(found) == pytest.approx(asdict(true))
 
 
 def _stored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
