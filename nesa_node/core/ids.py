@@ -56,6 +56,10 @@ class Span:
     def __str__(self) -> str:
         return f"{self.start}:{self.end}"
 
+    def overlaps(self, other: Span) -> bool:
+        """Whether a block is in both."""
+        return max(self.start, other.start) < min(self.end, other.end)
+
     def covers(self, other: Span) -> bool:
         return self.start <= other.start and other.end <= self.end
 

@@ -20,7 +20,7 @@ _LATER_FIELDS = frozenset(
     (
         *("gpu_memory_total_bytes", "gpu_memory_free_bytes"),
         *("cpu_memory_total_bytes", "cpu_memory_free_bytes"),
-        "roofline",
+        *("roofline", "operator"),
     )
 )
 LINK_ARRAYS = ("rtt_ms_NN", "rate_bytes_per_s_NN", "age_s_NN", "confidence_NN")
@@ -90,7 +90,8 @@ class NodeState:
     not announced. `reliability` is the probability, 0 to 1, that the node is available. `movable`
     nodes accept another span. `location` is latitude and longitude in degrees, if declared.
     `gpu_memory_*` and `cpu_memory_*` are of the whole device, GPU 0 without one; `roofline` is what
-    the device was measured to do, None if it was not.
+    the device was measured to do, None if it was not. `operator` is the name of the node's
+    operator, if declared.
     """
 
     peer_id: PeerId
@@ -117,6 +118,7 @@ class NodeState:
     cpu_memory_total_bytes: int = 0
     cpu_memory_free_bytes: int = 0
     roofline: Roofline | None = None
+    operator: str | None = None
 
     @property
     def free_memory_share(self) -> float | None:

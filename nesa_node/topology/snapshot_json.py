@@ -111,6 +111,7 @@ class _SnapshotNode(_SnapshotPart):
     cpu_memory_total_bytes: _Count = 0
     cpu_memory_free_bytes: _Count = 0
     roofline: _SnapshotRoofline | None = None
+    operator: Annotated[str, Meta(max_length=64)] | None = None
 
 
 class _SnapshotLinks(_SnapshotPart):

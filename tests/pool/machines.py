@@ -45,10 +45,13 @@ class Pool:
             argv += ["--cache-dir", str(self.cache_dir)]
         argv += ["--initial-peers", *self.addresses] if self.addresses else []
         log = self.folder / f"{name}.log"
-        self.processes[name] = start_process(argv, log, environment=self.environment())
+        process = self.processes[name] = start_process(argv, log, environment=self.environment())
         if not self.addresses:
             ready = self.folder / f"{name}.json"
-            self.wait(ready.exists, READY_S, f"{name} to start")
+            self.wait(
+                lambda: ready.exists() or process.poll() is not None, READY_S, f"{name} to start"
+            )
+            assert ready.exists(), log_tail(log, 5)
             self.addresses = tuple(json.loads(ready.read_text())["addresses"])
 
     def start_machine(

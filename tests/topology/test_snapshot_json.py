@@ -32,6 +32,7 @@ NODES = st.builds(
     movable=st.booleans(),
     location=st.none() | st.tuples(st.floats(-90, 90), st.floats(-180, 180)),
     gpu_memory_total_bytes=st.integers(0, 1 << 50),
+    operator=st.none() | st.text(max_size=9),
     roofline=st.none()
     | st.builds(
         Roofline,

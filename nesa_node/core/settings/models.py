@@ -331,6 +331,12 @@ class PeerConfig(MetricsConfig):
     public_name: PublicName | None = setting(
         None, "Swarm", "Name to show in the swarm's table.", basic=True
     )
+    operator: PublicName | None = setting(
+        None,
+        "Swarm",
+        "Name of this machine's operator. One operator's machines are expected to fail together: "
+        "planners spread the holders of each block over several.",
+    )
     ready_file: FilePath | None = _ready_file()
     nat_port_map: bool = setting(False, "Swarm", "Ask the router for a port by UPnP.")
     auto_nat: bool = setting(

@@ -6,12 +6,13 @@ B blocks, N machines.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.choices import PlacementGoal, QuantType, WeightQuality
 from nesa_node.topology.roofline import BlockWork, WeightFigures
+from nesa_node.topology.shape.failure_domains import DeclaredDomain
 from nesa_node.topology.snapshot import zero_runs
 
 QUANT_TYPES_OF_QUALITY: Mapping[WeightQuality, tuple[QuantType, ...]] = {
@@ -24,6 +25,8 @@ HOP_S = 0.02
 """Assumed time of a hop to a machine whose round trip nothing has measured yet."""
 HOP_OVERHEAD_S = 0.001
 """Time to receive and send, beside the round trip (`python -m benchmarks hop`)."""
+MAX_APART_COST = 1.5
+"""Cost of a plan by machines that do not fail with present holders, as a multiple of the best's."""
 _MAX_CANDIDATES = 48
 _GB = 10**9
 
@@ -92,7 +95,8 @@ class PoolMachine:
     """A machine as its offer describes it. `figures` are by kind: a dtype, "int8" or "nf4".
 
     `hop_s` is the time that a step spends on the way to the machine and back, half of it each.
-    `max_download_bytes` bounds the files that it downloads for the model.
+    `max_download_bytes` bounds the files that it downloads for the model. `domains` are those that
+    its offer declares.
     """
 
     peer: PeerId
@@ -101,6 +105,7 @@ class PoolMachine:
     quant_types: tuple[QuantType, ...] = ("none", "int8", "nf4")
     hop_s: float = HOP_S
     max_download_bytes: int | None = None
+    domains: frozenset[DeclaredDomain] = frozenset()
 
     def figures_for(self, shape: ModelShape, quant_type: QuantType) -> WeightFigures | None:
         """None if the machine may not, or was not measured to, hold such weights."""
@@ -153,6 +158,33 @@ def missing_spans(holders_B: Sequence[int], replicas: int) -> Iterator[Span]:
     """The spans that lack a holder, for the first replica, then for the second, and so on."""
     for replica in range(replicas):
         yield from zero_runs([max(holders - replica, 0) for holders in holders_B])
+
+
+def plan_replica(
+    shape: ModelShape,
+    span: Span,
+    machines: Sequence[PoolMachine],
+    holders: Iterable[frozenset[DeclaredDomain]],
+    *,
+    quality: WeightQuality = "exact",
+    goal: PlacementGoal = "latency",
+) -> BuildPlan | BuildShortage:
+    """As `plan_build`, by machines that share no declared failure domain with present holders.
+
+    `holders` are each holder's domains. Where such machines lack memory, or cost more than
+    `MAX_APART_COST`, the same subnet is allowed, then the same operator, then all.
+    """
+    best = plan_build(shape, span, machines, quality=quality, goal=goal)
+    held = frozenset[DeclaredDomain]().union(*holders)
+    if isinstance(best, BuildShortage) or not held:
+        return best
+    for kinds in (("machine", "operator", "subnet"), ("machine", "operator"), ("machine",)):
+        shared = {domain for domain in held if domain[0] in kinds}
+        apart = [machine for machine in machines if not machine.domains & shared]
+        plan = plan_build(shape, span, apart, quality=quality, goal=goal)
+        if isinstance(plan, BuildPlan) and plan.cost_s(goal) <= MAX_APART_COST * best.cost_s(goal):
+            return plan
+    return best
 
 
 def plan_build(

@@ -60,6 +60,7 @@ class NodeFacts:
     max_blocks: int
     location: tuple[float, float] | None
     roofline: Roofline | None = None
+    operator: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +180,7 @@ class Announcer:
             max_blocks=facts.max_blocks,
             location=facts.location,
             figures=pack_roofline(facts.roofline),
+            operator=facts.operator,
         )
 
     def _packed_links(self) -> bytes:

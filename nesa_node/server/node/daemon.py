@@ -314,6 +314,7 @@ def _make_announcer(
         max_blocks=max_blocks,
         location=config.location,
         roofline=roofline,
+        operator=config.operator,
     )
     return Announcer(
         swarm.directory,

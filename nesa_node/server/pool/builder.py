@@ -24,7 +24,7 @@ from nesa_node.routing.placement.building import (
     ModelShape,
     PoolMachine,
     missing_spans,
-    plan_build,
+    plan_replica,
 )
 from nesa_node.routing.succession import LeaseTerms
 from nesa_node.server.node.daemon import StoppedError, join_swarm
@@ -289,7 +289,14 @@ class PoolBuilder:
         counts = _count_holders((each.blocks for each in round_.holders(name).values()), model)
         for span in missing_spans(counts, replica):
             machines = self._machines_for(round_, name)
-            plan = plan_build(model.shape, span, machines, quality=wanted.quality, goal=wanted.goal)
+            plan = plan_replica(
+                model.shape,
+                span,
+                machines,
+                round_.holder_domains(name, span),
+                quality=wanted.quality,
+                goal=wanted.goal,
+            )
             if isinstance(plan, BuildShortage):
                 self._explain_shortage(round_, wanted, replica, plan, machines)
                 idle = least_busy(self._demand)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nesa_node.core.errors import NesaError, SwarmError
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.choices import PlacementGoal, QuantType, WeightQuality
 from nesa_node.core.settings.models import SharedConfig
 from nesa_node.routing.placement.building import (
@@ -23,7 +23,7 @@ from nesa_node.routing.placement.building import (
     PlannedSpan,
     PoolMachine,
     missing_spans,
-    plan_build,
+    plan_replica,
 )
 from nesa_node.server.pool.machines import may_be_held, pool_machine, read_pool_file
 from nesa_node.server.pool.models import describe_model, open_pool_model
@@ -38,11 +38,11 @@ from nesa_node.server.pool.speeds import (
 )
 from nesa_node.swarm.dht.pool_notices import Offer
 from nesa_node.swarm.node import Swarm
+from nesa_node.topology.shape.failure_domains import declared_domains
 from nesa_node.topology.snapshot import count_span_holders
 
 MAX_PINGS = 64
 PING_TIMEOUT_S = 2.0
-"""States in which a model takes memory of a machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,39 +119,51 @@ def plan_swarm(
     shape: ModelShape,
     machines: Iterable[PoolMachine],
     wanted: Wanted,
-    held: Sequence[TimedSpan] = (),
+    held: Sequence[tuple[TimedSpan, PoolMachine]] = (),
 ) -> DryRun:
     """Fill one replica after another, as the pool's orchestrator does, until machines lack room.
 
     `machines` do not hold the model yet; `held` are the spans of those that do.
     """
     free: dict[PeerId, PoolMachine] = {each.peer: each for each in machines}
-    holders = [(each.span.start, each.span.end) for each in held]
+    holders = [(each.span, machine) for each, machine in held]
     spans: list[DryRunSpan] = []
     shortage = ""
     for replica in range(1, wanted.replicas + 1):
-        for hole in missing_spans(count_span_holders(holders, shape.num_blocks), replica):
-            plan = plan_build(
-                shape, hole, list(free.values()), quality=wanted.quality, goal=wanted.goal
+        for hole in missing_spans(_count(holders, shape), replica):
+            plan = plan_replica(
+                shape,
+                hole,
+                list(free.values()),
+                [machine.domains for span, machine in holders if span.overlaps(hole)],
+                quality=wanted.quality,
+                goal=wanted.goal,
             )
             if isinstance(plan, BuildShortage):
                 shortage = f"it does not fit: {plan.advice}"
                 shortage = f"replica {replica}: {shortage}" if replica > 1 else shortage
                 break
             for each in plan.spans:
-                spans.append(_size_span(free.pop(each.peer), shape, each))
-                holders.append((each.span.start, each.span.end))
+                machine = free.pop(each.peer)
+                spans.append(_size_span(machine, shape, each))
+                holders.append((each.span, machine))
         if shortage:
             break
-    chain = fastest_chain((*held, *(each.timed for each in spans)), shape.num_blocks)
+    timed = tuple(each for each, _ in held)
+    chain = fastest_chain((*timed, *(each.timed for each in spans)), shape.num_blocks)
     return DryRun(
         tuple(spans),
-        tuple(held),
-        min(count_span_holders(holders, shape.num_blocks)),
+        timed,
+        min(_count(holders, shape)),
         shortage,
         chain_s(chain),
         chain_s(chain, prefill=True),
     )
+
+
+def _count(holders: Iterable[tuple[Span, PoolMachine]], shape: ModelShape) -> tuple[int, ...]:
+    spans = [(span.start, span.end) for span, _ in holders]
+    return count_span_holders(spans, shape.num_blocks)
 
 
 def _size_span(machine: PoolMachine, shape: ModelShape, planned: PlannedSpan) -> DryRunSpan:
@@ -177,9 +189,11 @@ def plan_offers(
             machines.append(machine)
         elif model in holding and may_be_held(holding[model], shape):
             figures = {kind: each.weight_figures() for kind, each in offer.figures.items()}
-            holder = PoolMachine(offer.signer, 0, figures, hop_s=hop)
+            domains = declared_domains(offer.addresses, offer.operator)
+            holder = PoolMachine(offer.signer, 0, figures, hop_s=hop, domains=domains)
             each = holding[model]
-            held.append(time_span(holder, shape, each.blocks, each.quant_type))
+            timed = time_span(holder, shape, each.blocks, each.quant_type)
+            held.append((timed, holder))
     planned = plan_swarm(shape, machines, wanted, held)
     if machines or held:
         return planned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from nesa_node.core.settings.declaration import PublicName, read_limited
 from nesa_node.routing.placement.building import HOP_OVERHEAD_S, HOP_S, ModelShape, PoolMachine
 from nesa_node.swarm.dht.pool_notices import MAX_HELD_MODELS, AssignedSpan, HeldModel, Offer
 from nesa_node.topology.roofline import WeightFigures
+from nesa_node.topology.shape.failure_domains import declared_domains
 from nesa_node.topology.simulation.devices import (
     COMPUTE_EFFICIENCY,
     LAUNCH_S,
@@ -51,7 +53,8 @@ def pool_machine(
         kind: each.weight_figures().slowed(slowdown(kind)) for kind, each in offer.figures.items()
     }
     room, most = free_bytes(offer, held, shapes), offer.max_download_bytes
-    return PoolMachine(offer.signer, room, figures, offer.quant_types, hop_s, most)
+    domains = declared_domains(offer.addresses, offer.operator)
+    return PoolMachine(offer.signer, room, figures, offer.quant_types, hop_s, most, domains)
 
 
 def free_bytes(offer: Offer, held: Mapping[str, Holding], shapes: Mapping[str, ModelShape]) -> int:
@@ -101,6 +104,7 @@ class DescribedMachine(BaseModel):
     block_overhead_ms: float = Field(default=1e3 * LAUNCH_S, ge=0, le=1e6)
     round_trip_ms: float = Field(default=1e3 * (HOP_S - HOP_OVERHEAD_S), ge=0, le=1e5)
     quant_types: Annotated[list[QuantType], Field(min_length=1)] = ["none", "int8", "nf4"]
+    operator: PublicName | None = None
 
     def pool_machines(self) -> dict[PeerId, PoolMachine]:
         """The machine and its copies, by name. Raises `ConfigError` for what is missing."""
@@ -110,10 +114,15 @@ class DescribedMachine(BaseModel):
         hop_s = HOP_OVERHEAD_S + 1e-3 * self.round_trip_ms
         copies = range(1, self.copies + 1)
         names = [self.name] if self.copies == 1 else [f"{self.name}-{index}" for index in copies]
-        return {
-            PeerId(name): PoolMachine(PeerId(name), memory, kinds, tuple(self.quant_types), hop_s)
-            for name in names
-        }
+        machine = PoolMachine(
+            PeerId(self.name),
+            memory,
+            kinds,
+            tuple(self.quant_types),
+            hop_s,
+            domains=declared_domains((), self.operator),
+        )
+        return {PeerId(name): replace(machine, peer=PeerId(name)) for name in names}
 
     def _sizes(self) -> tuple[int, float, float]:
         """Bytes of memory, bytes/s and FLOP/s."""

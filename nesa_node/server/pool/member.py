@@ -180,6 +180,7 @@ class PoolMember:
             "figures": self._figures.kinds,
             "obeys": self._obeyed(),
             "public_name": self._config.public_name,
+            "operator": self._config.operator,
             "addresses": self._swarm.transport.addresses[:MAX_ADDRESSES],
             "held": tuple(held[:8]),
             **self._terms.offer_fields(),

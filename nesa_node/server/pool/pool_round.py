@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.swarm.dht.pool_notices import AssignedSpan, HeldModel, Offer, WantedSwarm
+from nesa_node.topology.shape.failure_domains import DeclaredDomain, declared_domains
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
 
@@ -25,6 +26,14 @@ class PoolRound:
     def holders(self, name: str) -> dict[PeerId, AssignedSpan]:
         """The spans of a model that machines hold, or are to hold."""
         return {peer: spans[name] for peer, spans in self.assigned.items() if name in spans}
+
+    def holder_domains(self, name: str, span: Span) -> list[frozenset[DeclaredDomain]]:
+        """The declared failure domains of each machine that holds blocks of `span`."""
+        return [
+            declared_domains(self.offers[peer].addresses, self.offers[peer].operator)
+            for peer, each in self.holders(name).items()
+            if each.blocks.overlaps(span)
+        ]
 
     def serving_nodes(self, name: str) -> dict[PeerId, tuple[HeldModel, NodeState]]:
         """What machines say that they serve of a model, with their nodes, where these are seen to.

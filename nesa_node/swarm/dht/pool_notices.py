@@ -22,6 +22,7 @@ from nesa_node.swarm.dht.sealing import (
     FailureReport,
     Lease,
     Notice,
+    Operator,
     Pair,
     Peer,
     PlacementNotice,
@@ -134,6 +135,7 @@ class Offer(Notice):
     quant_types: Annotated[tuple[QuantType, ...], max_items(3)] = ("none", "int8", "nf4")
     obeys: Annotated[tuple[Peer, ...], max_items(8)] = ()
     public_name: Annotated[Text, Field(max_length=64)] | None = None
+    operator: Operator | None = None
     addresses: Addresses = ()
     held: Annotated[tuple[HeldModel, ...], max_items(MAX_HELD_MODELS)] = ()
     away_reason: Annotated[Text, Field(max_length=120)] = ""

@@ -27,6 +27,7 @@ from nesa_node.swarm.dht.sealing import (
     STRICT,
     Addresses,
     Count,
+    Operator,
     Pair,
     Statement,
     StatementBounds,
@@ -129,6 +130,7 @@ class NodeStatus(BaseModel):
     figures: PackedFigures = b""
     """What the device was measured to do with weights of this kind, and what a mean block asks of
     it, packed (`topology/roofline.py`)."""
+    operator: Operator | None = None
 
     @model_validator(mode="after")
     def _check_span(self) -> Self:

@@ -62,6 +62,8 @@ def max_items(length: int) -> BeforeValidator:
 
 
 Text = Annotated[str, AfterValidator(_check_printable)]
+Operator = Annotated[Text, Field(min_length=1, max_length=64)]
+"""Name of the person or organisation that runs a machine, as declared: not checked."""
 Time = Annotated[float, Field(gt=0, lt=1e11)]
 Pair = Annotated[tuple[int, int], max_items(2)]
 Count = Annotated[int, Field(ge=0, lt=2**50)]

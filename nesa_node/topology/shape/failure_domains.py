@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Literal
@@ -32,7 +32,9 @@ from nesa_node.topology.shape.merge_tree import (
 )
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
-DomainKind = Literal["branch", "subnet", "machine"]
+DomainKind = Literal["branch", "operator", "subnet", "machine"]
+DeclaredDomain = tuple[DomainKind, str]
+"""An operator, a subnet or a machine, by its name or address."""
 
 MIN_SEPARATION_MS = 4.0
 """Round trip, less access delays, from which on two groups of nodes are apart: about 200 km."""
@@ -41,15 +43,15 @@ MIN_PERSISTENCE = 1.5
 _NEAREST = 8
 _LOW_QUANTILE = 0.1
 _MIN_WEIGHT_MS = 0.1
-_MAX_ADDRESS_GROUPS = 256
-"""Addresses in records are claims, and each could make a domain."""
+_MAX_DECLARED_DOMAINS = 256
+"""Addresses and operators in records are claims, and each could make a domain."""
 _RELAYED = "/p2p-circuit"
 _IP = re.compile(r"^/ip[46]/([^/]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class FailureDomain:
-    """Two or more nodes that may fail together: of a branch, a subnet or one machine."""
+    """Two or more nodes that may fail together: of a branch, operator, subnet or machine."""
 
     kind: DomainKind
     peers: frozenset[PeerId]
@@ -72,7 +74,7 @@ def failure_domains(
     if sparse is not None:
         for branch in _sparse_branches(sparse):
             found.setdefault(branch & everyone, "branch")
-    for kind, peers in _address_groups(nodes):
+    for kind, peers in _declared_groups(nodes):
         found.setdefault(peers, kind)
     return tuple(
         FailureDomain(kind, peers)
@@ -82,7 +84,7 @@ def failure_domains(
 
 
 def peers_failing_with(snapshot: Snapshot, peer: PeerId) -> frozenset[PeerId]:
-    """The other nodes of the peer's machine, of its subnet, and of its innermost branch."""
+    """The other nodes of the peer's machine, subnet and operator, and of its innermost branch."""
     around = [domain for domain in failure_domains(snapshot) if peer in domain.peers]
     branches = [domain.peers for domain in around if domain.kind == "branch"]
     near = [domain.peers for domain in around if domain.kind != "branch"]
@@ -191,20 +193,28 @@ def persistent_branches(
             yield tree.order_N[start : start + size]
 
 
-def _address_groups(nodes: tuple[NodeState, ...]) -> Iterator[tuple[DomainKind, frozenset[PeerId]]]:
-    """Nodes of one address, and of one subnet (/24, in IPv6 /48), the largest groups first.
+def declared_domains(addresses: Iterable[str], operator: str | None) -> frozenset[DeclaredDomain]:
+    """The domains that a node's multiaddresses and its operator's name put it in.
 
-    Of nodes with public addresses only these count: private ones are the same in many homes.
-    Addresses of relays, and those that only this machine or link knows, do not count.
+    A subnet is a /24, in IPv6 a /48. Of a node with public addresses only these count: private ones
+    are the same in many homes. Addresses of relays, and those that only this machine or link knows,
+    do not count.
     """
-    groups: dict[tuple[DomainKind, str], set[PeerId]] = defaultdict(set)
+    found = {ip for address in addresses if (ip := _parse_ip(address)) is not None}
+    domains: set[DeclaredDomain] = set() if operator is None else {("operator", operator)}
+    for ip in {each for each in found if each.is_global} or found:
+        subnet = ip_network((ip, 24 if ip.version == 4 else 48), strict=False)
+        domains |= {("machine", str(ip)), ("subnet", str(subnet))}
+    return frozenset(domains)
+
+
+def _declared_groups(nodes: Iterable[NodeState]) -> Iterator[tuple[DomainKind, frozenset[PeerId]]]:
+    """Nodes of each declared domain, the largest groups first."""
+    groups: dict[DeclaredDomain, set[PeerId]] = defaultdict(set)
     for node in nodes:
-        found = {ip for address in node.addresses if (ip := _parse_ip(address)) is not None}
-        for ip in {each for each in found if each.is_global} or found:
-            subnet = ip_network((ip, 24 if ip.version == 4 else 48), strict=False)
-            groups["machine", str(ip)].add(node.peer_id)
-            groups["subnet", str(subnet)].add(node.peer_id)
-    largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:_MAX_ADDRESS_GROUPS]
+        for domain in declared_domains(node.addresses, node.operator):
+            groups[domain].add(node.peer_id)
+    largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:_MAX_DECLARED_DOMAINS]
     for (kind, _), peers in largest:
         yield kind, frozenset(peers)
 

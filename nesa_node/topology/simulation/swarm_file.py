@@ -152,6 +152,7 @@ class _FileNode(_FileLocation):
     span: str | None = None
     load: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
     reliability: _Share = 1.0
+    operator: _Name | None = None
     price: Annotated[float, Meta(ge=0.0, le=1e9)] = 1.0
 
 
@@ -292,6 +293,7 @@ def _node_state(
         max_blocks=max_blocks,
         reliability=node.reliability,
         location=place.location,
+        operator=node.operator,
     )
 
 

@@ -29,6 +29,8 @@ def test_greedy_tokens_are_those_of_transformers(family: str, models_dir: Path) 
     assert Run(Chain(folder, device="cuda")).greedy(prompt, 24, chunk=7) == expected
 
 
+# bitsandbytes says that so small a model's 96 channels take its slower kernel.
+@pytest.mark.filterwarnings("ignore:inner dimension")
 @pytest.mark.parametrize("quant_type", ["none", "int8", "nf4"])
 def test_outputs_are_those_of_the_cpu(quant_type: QuantType, models_dir: Path) -> None:
     checkpoint = open_local(save_tiny_model("llama", models_dir))

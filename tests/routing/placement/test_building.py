@@ -19,8 +19,10 @@ from nesa_node.routing.placement.building import (
     PoolMachine,
     missing_spans,
     plan_build,
+    plan_replica,
 )
 from nesa_node.topology.roofline import BlockWork, WeightFigures
+from nesa_node.topology.shape.failure_domains import DeclaredDomain, declared_domains
 
 GB = 10**9
 BYTES: dict[QuantType, int] = {"none": GB, "int8": GB // 2, "nf4": GB // 4}
@@ -173,6 +175,45 @@ def test_part_of_a_model_is_planned_where_only_that_lacks_holders() -> None:
     plan = plan_build(shape(8), Span(3, 5), machines)
     assert isinstance(plan, BuildPlan)
     assert [each.span for each in plan.spans] == [Span(3, 5)]
+
+
+def domains(operator: str, address: str) -> frozenset[DeclaredDomain]:
+    return declared_domains([f"/ip4/{address}/tcp/1"], operator)
+
+
+@pytest.mark.parametrize(
+    ("operator", "address", "gb_per_s", "expected"),
+    [
+        ("two", "9.9.9.9", 80, "other"),
+        ("one", "9.9.9.9", 80, "near"),
+        # The operator counts for more than the subnet, the machine for more than the operator.
+        ("two", "8.8.8.7", 80, "other"),
+        ("two", "9.9.9.9", 20, "near"),
+    ],
+)
+def test_a_replica_is_held_by_machines_that_do_not_fail_with_the_first(
+    operator: str, address: str, gb_per_s: float, expected: str
+) -> None:
+    holder = domains("one", "8.8.8.8")
+    machines = [
+        machine("near", 9, 100, domains=domains("one", "8.8.8.9")),
+        machine("other", 9, gb_per_s, domains=domains(operator, address)),
+    ]
+    plan = plan_replica(shape(8), Span(0, 8), machines, [holder])
+    assert isinstance(plan, BuildPlan)
+    assert [each.peer for each in plan.spans] == [expected]
+
+
+def test_a_replica_is_held_by_any_machine_where_others_lack_memory() -> None:
+    one = domains("one", "8.8.8.8")
+    machines = [
+        machine("same", 9, 100, domains=one),
+        machine("small", 5, 100, domains=domains("two", "9.9.9.9")),
+    ]
+    plan = plan_replica(shape(8), Span(0, 8), machines, [one])
+    assert isinstance(plan, BuildPlan)
+    assert [each.peer for each in plan.spans] == ["same"]
+    assert isinstance(plan_replica(shape(20), Span(0, 20), machines, [one]), BuildShortage)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ FACTS = NodeFacts(
     public_name=None,
     max_blocks=8,
     location=None,
+    operator="one",
 )
 LINK = MeasuredLink(peer_digest(PeerId("a")), 1.0, 1.0, 1.0)
 
@@ -51,8 +52,9 @@ async def _announced(measured: Any) -> NodeStatus:
     return directory.published[-1]
 
 
-async def test_links_are_told() -> None:
-    assert (await _announced(lambda: [LINK])).measured == pack_links([LINK])
+async def test_links_and_the_operator_are_told() -> None:
+    status = await _announced(lambda: [LINK])
+    assert (status.measured, status.operator) == (pack_links([LINK]), "one")
 
 
 @pytest.mark.parametrize(

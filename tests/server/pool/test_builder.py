@@ -184,6 +184,16 @@ async def test_a_model_is_spread_over_machines_and_served(bench: Bench) -> None:
     assert status.free_machines == 0
 
 
+async def test_replicas_are_held_by_machines_of_different_operators(bench: Bench) -> None:
+    bench.offer("a", BLOCKS, holding(0, BLOCKS), operator="one")
+    bench.offer("b", BLOCKS, operator="one")
+    bench.offer("c", BLOCKS, operator="two", gb_per_s=80.0)
+    bench.want(wanted(2))
+    await bench.run_round()
+    assert bench.assigned("b") == []
+    assert bench.assigned("c") == [("org/one", Span(0, BLOCKS))]
+
+
 async def test_a_machine_is_not_asked_for_what_its_operator_forbids(bench: Bench) -> None:
     shape = replace(SHAPE, family="llama", block_files=({"all.safetensors": 8 * BLOCK_BYTES},) * 8)
     bench.builder._models["org/one"] = replace(MODEL, shape=shape)

@@ -27,6 +27,7 @@ def member(folder: Path, **given: object) -> NodeConfig:
             "allow_peers": (PeerId("12D3KooWA"), PeerId("12D3KooWB")),
             "location": (52.5, 13.4),
             "public_name": "Zürich 1",
+            "operator": "ETH",
             "threads": 2,
             "pool_disk_gib": 7.5,
             **given,
@@ -48,7 +49,8 @@ def test_a_node_reads_the_members_settings_and_what_was_assigned(tmp_path: Path)
     )
     assert (found.max_disk_gib, found.evict_downloads) == (7.5, True)
     assert found.host_maddrs == ("/ip4/0.0.0.0/tcp/0", "/ip6/::/udp/0/quic-v1")
-    for name in ("cache_dir", "swarm_key", "allow_peers", "location", "public_name", "threads"):
+    shared = ("cache_dir", "swarm_key", "allow_peers", "location", "public_name", "operator")
+    for name in (*shared, "threads"):
         assert getattr(found, name) == getattr(config, name), name
 
 

@@ -19,6 +19,7 @@ from nesa_node.server.pool.machines import free_bytes, pool_machine, read_pool_f
 from nesa_node.server.pool.speeds import CLIENT_S, TimedSpan, fastest_chain
 from nesa_node.swarm.dht.pool_notices import POOL, Offer
 from nesa_node.topology.roofline import WeightFigures
+from nesa_node.topology.shape.failure_domains import declared_domains
 from tests.server.pool.test_builder import BLOCK_BYTES, BLOCKS, SHAPE, Bench, holding, wanted
 
 
@@ -43,7 +44,8 @@ async def test_what_a_dry_run_shows_is_what_is_assigned(bench: Bench) -> None:
         names = [f"m{index}" for index in range(int(rng.integers(1, 6)))]
         for name in names:
             speed = float(rng.choice([20, 50, 400]))
-            bench.offer(name, int(rng.integers(1, 9)), gb_per_s=speed)
+            operator = str(rng.choice(["one", "two"]))
+            bench.offer(name, int(rng.integers(1, 9)), gb_per_s=speed, operator=operator)
         replicas = int(rng.integers(1, 3))
         bench.want(wanted(replicas, replicas))
         bench.builder._demand.clear()
@@ -178,6 +180,7 @@ read_gb_per_s = 100
 tflop_per_s = 3
 block_overhead_ms = 0
 quant_types = ["none", "int8"]
+operator = "one"
 """
 
 
@@ -193,6 +196,8 @@ def test_a_file_describes_machines(tmp_path: Path) -> None:
     assert attic.figures["nf4"].read_bytes_per_s == pytest.approx(0.6 * 936e9)
     assert (rack.memory_bytes, rack.quant_types, rack.hop_s) == (2**31, ("none", "int8"), HOP_S)
     assert rack.figures["bfloat16"] == WeightFigures(0.0, 1e11, 3e12)
+    assert not attic.domains
+    assert rack.domains == declared_domains((), "one")
 
 
 @pytest.mark.parametrize(

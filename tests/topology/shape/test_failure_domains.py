@@ -19,6 +19,7 @@ from nesa_node.topology.shape.failure_domains import (
     access_delays_ms,
     failure_domains,
     members_DN,
+    peers_failing_with,
     persistent_branches,
 )
 from nesa_node.topology.shape.merge_tree import make_filtration, merge_tree
@@ -159,6 +160,17 @@ def test_private_addresses_count_where_there_are_no_public_ones() -> None:
     assert _domains(_snapshot(addresses=addresses)) == {
         "machine": {frozenset({"n0", "n1"}), frozenset({"n2", "n3"})}
     }
+
+
+def test_nodes_of_one_operator_are_a_domain() -> None:
+    nodes = tuple(
+        NodeState(PeerId(f"n{index}"), Span(0, 1), operator=operator)
+        for index, operator in enumerate(("one", "two", "one", None, None, "three"))
+    )
+    snapshot = Snapshot(ModelId("m"), 1, nodes, 0.0)
+    assert _domains(snapshot) == {"operator": {frozenset({"n0", "n2"})}}
+    assert peers_failing_with(snapshot, PeerId("n2")) == {"n0"}
+    assert peers_failing_with(snapshot, PeerId("n3")) == frozenset()
 
 
 def test_a_domain_of_all_nodes_is_none() -> None:
