@@ -35,6 +35,7 @@ from nesa_node.core.errors import (
     DiskLimitError,
     ModelNotFoundError,
 )
+from nesa_node.core.ids import is_model_name
 from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.weights.checkpoint import Checkpoint, list_weight_files, open_folder
@@ -282,13 +283,16 @@ def open_checkpoint(
     max_model_bytes: int | None = None,
     endpoint: str | None = None,
 ) -> Checkpoint:
-    """Open a local folder, or a hub repository by name (its config and headers only).
+    """Open a local folder, without a `revision` the folder of that name under `cache_dir`, or a hub
+    repository by name (its config and headers only).
 
     Blocks the thread. `open_hub` explains how the cache under `cache_dir` is bounded. Raises
     `ModelNotFoundError`, `UnsupportedModelError`, `UnsafeCheckpointError`,
     `CorruptCheckpointError`, `DiskLimitError`, and `ConfigError` for a revision of a folder.
     """
     folder = Path(os.path.expanduser(model))
+    if revision is None and not folder.exists():
+        folder = find_cached_folder(model, cache_dir) or folder
     if folder.is_dir():
         if revision is not None:
             raise ConfigError(f"a revision names a version on the hub; {folder} is a local folder")
@@ -308,6 +312,12 @@ def open_checkpoint(
         max_model_bytes=max_model_bytes,
         endpoint=endpoint,
     )
+
+
+def find_cached_folder(name: str, cache_dir: Path) -> Path | None:
+    """The folder under `cache_dir` that has the model's name; None without, and for a path."""
+    folder = cache_dir / name
+    return folder if is_model_name(name) and (folder / "config.json").is_file() else None
 
 
 def open_hub(

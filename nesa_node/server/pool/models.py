@@ -21,7 +21,7 @@ from nesa_node.engine.model.devices import (
 )
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.demo_model import DEMO_MODEL_NAME, demo_model_path
-from nesa_node.engine.weights.hub import open_checkpoint
+from nesa_node.engine.weights.hub import find_cached_folder, open_checkpoint
 from nesa_node.engine.weights.skeleton import Skeleton
 from nesa_node.routing.placement.building import ModelShape
 from nesa_node.topology.roofline import BlockWork
@@ -44,8 +44,7 @@ def locate_model(name: str, cache_dir: Path) -> str:
         )
     if name == DEMO_MODEL_NAME:
         return str(demo_model_path(cache_dir))
-    folder = cache_dir / name
-    return str(folder) if (folder / "config.json").is_file() else name
+    return str(find_cached_folder(name, cache_dir) or name)
 
 
 def open_pool_model(

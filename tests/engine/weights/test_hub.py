@@ -4,6 +4,7 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -187,6 +188,18 @@ def test_a_gated_model_needs_a_token(hub: FakeHub, tmp_path: Path) -> None:
 def test_a_model_that_does_not_exist_says_so(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="neither a folder here nor a model on the hub"):
         opened(hub, tmp_path, model="org/typo")
+
+
+def test_a_folder_in_the_cache_is_found_by_its_name(hub: FakeHub, tmp_path: Path) -> None:
+    """Machines of a pool find it in the same way."""
+    copytree(hub.folder, tmp_path / "cache" / "org" / "tiny")
+    hub.url = "http://127.0.0.1:9"
+    assert not isinstance(opened(hub, tmp_path), HubCheckpoint)
+    with pytest.raises(ModelNotFoundError, match="does not answer"):
+        opened(hub, tmp_path, revision="main")
+    for path in ("org/../org/tiny", "../cache/org/tiny"):
+        with pytest.raises(ModelNotFoundError):
+            opened(hub, tmp_path, model=path)
 
 
 def test_a_hub_that_does_not_answer_says_so(hub: FakeHub, tmp_path: Path) -> None:
