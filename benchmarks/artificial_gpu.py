@@ -1,6 +1,6 @@
 """`python -m benchmarks.artificial_gpu run ...`: a machine whose offer says that it has a GPU.
 
-It computes on the CPU. Its figures are those measured, times `NESA_BENCHMARK_OVERSTATED` (1).
+It computes on the CPU. Its figures are those measured, times `BENCHMARK_OVERSTATED` (1).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nesa_node.server.pool import member
 from nesa_node.server.pool.member import PoolMember
 from nesa_node.swarm.dht.pool_notices import MeasuredFigures
 
-OVERSTATED = "NESA_BENCHMARK_OVERSTATED"
+OVERSTATED = "BENCHMARK_OVERSTATED"
 _offer_fields = PoolMember._offer_fields
 
 

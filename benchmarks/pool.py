@@ -30,6 +30,7 @@ from benchmarks.results import print_table
 from nesa_node import AutoDistributedModelForCausalLM
 from nesa_node.core.settings.models import OrchestratorConfig
 from nesa_node.engine.kernels.threads import QUIET_SHARE
+from nesa_node.engine.model.machine_figures import QUIET_RUNS
 from nesa_node.server.pool.member import total_memory_bytes
 from nesa_node.server.pool.models import describe_model, open_pool_model
 from tests.pool.machines import Pool, open_pool
@@ -44,7 +45,7 @@ SPARE = 1.02
 OVERSTATEMENTS = (1, 10)
 SETTLE_S = 45.0
 """Time after which nodes have announced the speed of the steps that they served."""
-FIGURES_S = 240.0
+FIGURES_S = 420.0
 
 
 def run(options: Options) -> list[dict[str, Any]]:
@@ -72,11 +73,14 @@ def measure(folder: Path, options: Options, overstated: int) -> dict[str, Any]:
                 )
             pool.wait(lambda: len(pool.view()["machines"]) == len(PARTS), 240, "offers")
             others_share = wait_for_quiet_figures(
-                pool, overstated, min(FIGURES_S, 2 * options.seconds)
+                pool, overstated, min(FIGURES_S, 2.5 * options.seconds)
             )
-            return {"overstated": overstated, "others_share": others_share} | measure_pool(
-                pool, cache_dir, options
-            )
+            return {
+                "overstated": overstated,
+                "others_share": others_share,
+                "figures": read_figures(pool),
+                **measure_pool(pool, cache_dir, options),
+            }
 
 
 def unit_bytes(cache_dir: Path) -> int:
@@ -92,10 +96,10 @@ def wait_for_quiet_figures(pool: Pool, overstated: int, seconds: float) -> float
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        found = [json.loads(path.read_text()) for path in pool.cache_dir.glob("figures-*.json")]
+        found = list(read_figures(pool).values())
         others_share = max((each["others_share"] for each in found), default=1.0)
         # To ask for the offers takes seconds of the computer that is to be idle.
-        if others_share <= QUIET_SHARE:
+        if others_share <= QUIET_SHARE and all(each["runs"] >= QUIET_RUNS for each in found):
             known = [rate_of(each["kinds"]) for each in found]
             offered = [
                 rate_of(each["figures"]) / (overstated if each["device_type"] == "cuda" else 1)
@@ -105,6 +109,13 @@ def wait_for_quiet_figures(pool: Pool, overstated: int, seconds: float) -> float
                 return float(others_share)
         time.sleep(10.0)
     return math.nan
+
+
+def read_figures(pool: Pool) -> dict[str, Any]:
+    """What was measured for each number of threads, by the name of its file."""
+    return {
+        path.stem: json.loads(path.read_text()) for path in pool.cache_dir.glob("figures-*.json")
+    }
 
 
 def rate_of(kinds: dict[str, Any]) -> float:

@@ -40,6 +40,16 @@ class WeightFigures:
             factor * self.wakeup_s,
         )
 
+    def slower(self, other: WeightFigures) -> WeightFigures:
+        """The slower of each figure, of two measurements of one device."""
+        return WeightFigures(
+            max(self.block_overhead_s, other.block_overhead_s),
+            min(self.read_bytes_per_s, other.read_bytes_per_s),
+            min(self.flop_per_s, other.flop_per_s),
+            self.overlaps,
+            max(self.wakeup_s, other.wakeup_s),
+        )
+
     def block_s(self, work: BlockWork, tokens: int) -> float:
         """Seconds that `tokens` tokens of one sequence take through a block."""
         busy_s = max(work.read_bytes / self.read_bytes_per_s, tokens * work.flop / self.flop_per_s)

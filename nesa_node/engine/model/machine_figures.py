@@ -57,9 +57,11 @@ _TIME_FRACTION = 0.4
 """Of the time that a node takes to measure its span."""
 _PRODUCTS = 50
 MAX_FIGURES_AGE_S = 86_400.0
+QUIET_RUNS = 3
+"""Measurements of a quiet machine, of which the slowest figures count."""
 MEASUREMENT_LOCK = "figures.lock"
 """File in the cache folder, locked by a process while it measures: several would share cores."""
-_FIGURES_VERSION = 5
+_FIGURES_VERSION = 6
 """Changes with what is measured, so that older files are not read."""
 
 
@@ -198,15 +200,37 @@ def _count_parameters(model: Checkpoint) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MachineFigures:
-    """Figures by kind of weights; share of the cores that other processes used meanwhile."""
+    """Figures by kind of weights; share of the cores that other processes used meanwhile.
+
+    They are the slowest of `runs` measurements: a computer whose memory or cores are shared with
+    other virtual machines changes its speed within minutes, by half.
+    """
 
     kinds: dict[str, WeightFigures]
     others_share: float
+    runs: int = 1
 
     @property
     def are_quiet(self) -> bool:
-        """Whether another measurement would say the same: the machine did little else."""
+        """Whether the machine did little else meanwhile."""
         return self.others_share <= QUIET_SHARE
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether they need no further measurement."""
+        return self.are_quiet and self.runs >= QUIET_RUNS
+
+    def combine(self, later: MachineFigures) -> MachineFigures:
+        """The slower figures of two quiet measurements, else the quieter measurement."""
+        if not (self.are_quiet and later.are_quiet):
+            return self if self.others_share < later.others_share else later
+        kinds = {
+            kind: each.slower(later.kinds[kind])
+            for kind, each in self.kinds.items()
+            if kind in later.kinds
+        }
+        share = max(self.others_share, later.others_share)
+        return MachineFigures(kinds, share, self.runs + 1)
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -220,23 +244,24 @@ class MachineFigures:
 
 
 def measure_once(device: torch.device, threads: int, folder: Path) -> MachineFigures:
-    """Measure, or read what was measured on this device within `MAX_FIGURES_AGE_S`.
+    """Measure, unless this device's figures of the last `MAX_FIGURES_AGE_S` are complete.
 
-    What was measured on a busy machine is measured again; the quieter measurement is kept. Only one
-    process measures at a time. The files lie in `folder`.
+    Returns what is known then (`MachineFigures.combine`). Only one process measures at a time. The
+    files lie in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / MEASUREMENT_LOCK):
         stored = read_fresh_figures(device, threads, folder)
-        if stored is not None and stored.are_quiet:
+        if stored is not None and stored.are_complete:
             return stored
         figures = _measure_with_load(device)
-        if stored is not None and stored.others_share < figures.others_share:
-            return stored
-        path = _figures_path(device, threads, folder)
-        draft = path.with_suffix(".draft")
-        draft.write_text(figures.as_json())
-        draft.replace(path)
+        if stored is not None:
+            figures = stored.combine(figures)
+        if figures is not stored:
+            path = _figures_path(device, threads, folder)
+            draft = path.with_suffix(".draft")
+            draft.write_text(figures.as_json())
+            draft.replace(path)
         return figures
 
 
@@ -306,7 +331,7 @@ def main() -> None:
     if threads != "auto":
         fix_threads(int(threads))
     figures = measure_once(choose_device(device), torch.get_num_threads(), Path(folder))
-    print(json.dumps(asdict(figures) | {"are_quiet": figures.are_quiet}))
+    print(json.dumps(asdict(figures) | {"are_complete": figures.are_complete}))
 
 
 if __name__ == "__main__":

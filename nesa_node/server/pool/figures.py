@@ -27,6 +27,8 @@ LOOK_INTERVAL_S = 3.0
 half times as long."""
 MAX_FIRST_WAIT_S = 45.0
 """Longest wait for that before the first measurement: an offer has figures."""
+QUIET_INTERVAL_S = 30.0
+"""Least interval between measurements of a quiet machine, half to one and a half times as long."""
 MAX_INTERVAL_S = 600.0
 """Longest interval between measurements of a machine that is never quiet while it is measured."""
 
@@ -34,8 +36,8 @@ MAX_INTERVAL_S = 600.0
 class DeviceFigures:
     """Figures by kind of weights, of a machine that did little else while it was measured.
 
-    Measured in a process of its own, or read from `cache_dir`, where machines of one computer with
-    the same threads share them.
+    The slowest of several measurements, each in a process of its own. Machines of one computer with
+    the same threads share them in `cache_dir`.
     """
 
     def __init__(self, device: torch.device, threads: int | None, cache_dir: Path) -> None:
@@ -47,7 +49,7 @@ class DeviceFigures:
             *(sys.executable, "-m", "nesa_node.engine.model.machine_figures", str(device)),
             *("auto" if threads is None else str(threads), str(cache_dir)),
         )
-        self._is_final = False
+        self._is_final, self._runs = False, 0
         self._ready = asyncio.Event()
 
     async def wait(self) -> None:
@@ -61,19 +63,25 @@ class DeviceFigures:
             await asyncio.sleep(LOOK_INTERVAL_S * random.uniform(0.5, 1.5))
             if idle_cores.busy_share() <= QUIET_SHARE:
                 break
-        if not self._is_final:
+        if not self._ready.is_set():
             await self._measure()
 
-    async def measure_until_quiet(self, is_free: Callable[[], bool]) -> None:
-        """Measure again when `is_free()` and little else runs, until that was so throughout."""
+    async def measure_until_complete(self, is_free: Callable[[], bool]) -> None:
+        """Measure again when `is_free()` and little else runs, until the figures are complete."""
         await self.wait()
         interval_s = LOOK_INTERVAL_S
-        while not self._is_final and not self._read_quiet():
-            idle_cores = IdleCores()
+        while not self._is_final:
+            runs = self._runs
             await asyncio.sleep(interval_s * random.uniform(0.5, 1.5))
-            if is_free() and idle_cores.busy_share() <= QUIET_SHARE:
+            idle_cores = IdleCores()
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            self._read_quiet()
+            # Not if another process has just measured.
+            if self._runs == runs and is_free() and idle_cores.busy_share() <= QUIET_SHARE:
                 await self._measure()
                 interval_s = min(2 * interval_s, MAX_INTERVAL_S)
+            if self._read_quiet():
+                interval_s = QUIET_INTERVAL_S
 
     def _read_quiet(self) -> bool:
         """Take figures that were measured on this device while it was quiet, if there are any."""
@@ -81,7 +89,7 @@ class DeviceFigures:
         if found is None or not found.are_quiet:
             return False
         self.kinds = {kind: _as_offered(asdict(each)) for kind, each in found.kinds.items()}
-        self._is_final = True
+        self._runs, self._is_final = found.runs, found.are_complete
         self._ready.set()
         return True
 
@@ -96,7 +104,7 @@ class DeviceFigures:
                 output, _ = await process.communicate()
             measured = json.loads(output)
             self.kinds = {kind: _as_offered(each) for kind, each in measured["kinds"].items()}
-            self._is_final = measured["are_quiet"]
+            self._is_final = measured["are_complete"]
         except (TimeoutError, ValueError) as error:
             log.warning("machine_not_measured", reason=str(error))
             self._is_final = True

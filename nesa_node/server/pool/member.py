@@ -163,7 +163,7 @@ class PoolMember:
 
     async def keep_figures(self) -> None:
         """Measure the device again while it holds nothing, if it was busy at first."""
-        await self._figures.measure_until_quiet(lambda: not self._children)
+        await self._figures.measure_until_complete(lambda: not self._children)
 
     def _offer_fields(self) -> dict[str, Any]:
         disk = shutil.disk_usage(_existing_parent(self._config.cache_dir)).free
