@@ -128,6 +128,7 @@ def _machine_entry(offer: Offer) -> dict[str, Any]:
     return {
         "name": offer.public_name,
         "state": busy if states else free,
+        "away_reason": offer.away_reason,
         "device": offer.device,
         "memory_total_bytes": offer.memory_total_bytes,
         "memory_free_bytes": offer.memory_free_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,11 +17,15 @@ from nesa_node.dashboard.views import (
     HoleTracker,
     ModelSummary,
     coverage_runs,
+    pool_entries,
     summarize_models,
 )
+from nesa_node.swarm.dht.pool_notices import Offer
 from nesa_node.swarm.dht.records import NodeRecord
+from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.topology.snapshot import count_holders, zero_runs
 from tests.dashboard.records import BLOCKS, record
+from tests.swarm.notice_fields import make_notice
 
 START = 1000.0
 
@@ -80,6 +85,17 @@ def test_models_of_most_nodes_come_first_and_there_are_not_too_many() -> None:
     models = models_of([*strangers, record("a"), record("b")])
     assert len(models) == MAX_MODELS
     assert models[0].model_id == "tiny@1"
+
+
+def test_a_machine_that_is_away_says_why(tmp_path: Path) -> None:
+    reason = "--pool-hours 20-8"
+    offer = make_notice(
+        Offer, Identity.ephemeral(tmp_path), 1e9, models=(), away_reason=reason, held=()
+    )
+    assert isinstance(offer, Offer)
+    _, machines = pool_entries([offer], [])
+    [machine] = machines.values()
+    assert (machine["state"], machine["away_reason"]) == ("away", reason)
 
 
 def test_holes_are_told_when_they_open_and_when_all_are_closed() -> None:

@@ -125,7 +125,7 @@ export function showPool(parts, swarms, machines) {
     showBadge(state, machine.state);
     setText(device, machine.device);
     setText(memory, `${bytes(machine.memory_free_bytes)} of ${bytes(machine.memory_total_bytes)}`);
-    setText(held, machine.held.map(heldWords).join("; "));
+    setText(held, [...machine.held.map(heldWords), machine.away_reason].filter(Boolean).join("; "));
   });
 }
 
