@@ -13,15 +13,30 @@ if TYPE_CHECKING:
         AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM,
     )
     from nesa_node.server.pool.requests import create_swarm as create_swarm
+    from nesa_node.server.pool.requests import list_swarms as list_swarms
+    from nesa_node.server.pool.requests import remove_swarm as remove_swarm
+    from nesa_node.server.pool.requests import scale_swarm as scale_swarm
+    from nesa_node.server.pool.requests import show_swarm as show_swarm
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
     "AutoDistributedModelForCausalLM": "nesa_node.client.model.auto",
-    "create_swarm": "nesa_node.server.pool.requests",
+    **dict.fromkeys(
+        ("create_swarm", "list_swarms", "remove_swarm", "scale_swarm", "show_swarm"),
+        "nesa_node.server.pool.requests",
+    ),
 }
 
-__all__ = ["AutoDistributedModelForCausalLM", "__version__", "create_swarm"]
+__all__ = [
+    "AutoDistributedModelForCausalLM",
+    "__version__",
+    "create_swarm",
+    "list_swarms",
+    "remove_swarm",
+    "scale_swarm",
+    "show_swarm",
+]
 
 
 def __getattr__(name: str) -> object:

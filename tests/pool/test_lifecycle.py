@@ -12,8 +12,10 @@ import psutil
 import pytest
 import torch
 
+import nesa_node
 from nesa_node import AutoDistributedModelForCausalLM
 from nesa_node.cli.services.local_swarm import start_process, stop_processes
+from nesa_node.core.errors import ConfigError, SwarmError
 from tests.browser.browsing import SCREENSHOTS, browsing
 from tests.engine.tiny_models import greedy, prompt_ids, reference
 from tests.pool.machines import Pool, open_pool
@@ -113,6 +115,26 @@ def test_more_replicas_than_fit_are_explained(pool: Pool) -> None:
         "the reason",
     )
     assert pool.swarm("scale", FIRST, "1").returncode == 0
+
+
+def test_the_same_from_python(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, pool.environment()[name])
+    peers = pool.addresses
+    assert {each.model for each in nesa_node.list_swarms(initial_peers=peers)} == {FIRST, SECOND}
+    nesa_node.scale_swarm(SECOND, 1, 2, initial_peers=peers)
+    status = nesa_node.create_swarm(SECOND, wait_s=60, initial_peers=peers)
+    assert status is not None
+    assert (status.state, status.wanted) == ("serving", 1)
+    view = nesa_node.show_swarm(SECOND, initial_peers=peers)
+    assert [each.model for each in view.swarms] == [SECOND]
+    assert sum(len(held.blocks) for offer in view.offers for held in offer.held) > 0
+    with pytest.raises(ConfigError, match=r"model: .*not the name of a model"):
+        nesa_node.create_swarm("../up", initial_peers=peers)
+    with pytest.raises(ConfigError, match=r"replicas: .*fewer replicas at most"):
+        nesa_node.scale_swarm(SECOND, 3, 1, initial_peers=peers)
+    with pytest.raises(SwarmError, match="not asked for by this identity"):
+        nesa_node.remove_swarm("absent", initial_peers=peers)
 
 
 def test_a_removed_swarm_gives_its_machines_back(pool: Pool, tiny: Callable[[str], Path]) -> None:

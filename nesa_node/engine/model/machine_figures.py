@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -244,21 +245,21 @@ class MachineFigures:
 
 
 def measure_once(device: torch.device, threads: int, folder: Path) -> MachineFigures:
-    """Measure, unless this device's figures of the last `MAX_FIGURES_AGE_S` are complete.
+    """Measure, unless this device's figures of the last `MAX_FIGURES_AGE_S` are complete, or
+    another process measures it meanwhile: only one does at a time.
 
-    Returns what is known then (`MachineFigures.combine`). Only one process measures at a time. The
-    files lie in `folder`.
+    Returns what is known then (`MachineFigures.combine`). The files lie in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    path, asked_at = _figures_path(device, threads, folder), time.time()
     with FileLock(folder / MEASUREMENT_LOCK):
         stored = read_fresh_figures(device, threads, folder)
-        if stored is not None and stored.are_complete:
+        if stored is not None and (stored.are_complete or path.stat().st_mtime > asked_at):
             return stored
         figures = _measure_with_load(device)
         if stored is not None:
             figures = stored.combine(figures)
         if figures is not stored:
-            path = _figures_path(device, threads, folder)
             draft = path.with_suffix(".draft")
             draft.write_text(figures.as_json())
             draft.replace(path)
@@ -327,6 +328,8 @@ def _figures_path(device: torch.device, threads: int, folder: Path) -> Path:
 
 
 def main() -> None:
+    # The models that it writes are deleted, too, if it is to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     device, threads, folder = sys.argv[1:]
     if threads != "auto":
         fix_threads(int(threads))

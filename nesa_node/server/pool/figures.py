@@ -22,6 +22,7 @@ from nesa_node.swarm.dht.pool_notices import MeasuredFigures
 log = get_logger(__name__)
 
 TIMEOUT_S = 120.0
+END_TIMEOUT_S = 5.0
 LOOK_INTERVAL_S = 3.0
 """Interval at which a machine looks whether other programs leave its cores alone; half to one and a
 half times as long."""
@@ -97,7 +98,11 @@ class DeviceFigures:
         """Measure. Keeps what was known if that fails."""
         log.info("machine_measured", reason="orchestrators plan by what this device is seen to do")
         process = await asyncio.create_subprocess_exec(
-            *self._argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+            *self._argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            # Ctrl-C in the terminal must reach only this process, which ends the other.
+            start_new_session=True,
         )
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -111,8 +116,18 @@ class DeviceFigures:
         finally:
             self._ready.set()
             if process.returncode is None:
-                process.kill()
-                await process.wait()
+                await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a measurement, which deletes its files."""
+    process.terminate()
+    try:
+        async with asyncio.timeout(END_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 def _as_offered(figures: Mapping[str, Any]) -> MeasuredFigures:

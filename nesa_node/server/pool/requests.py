@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict, TypeVar, Unpack
+
+from pydantic import ValidationError
 
 from nesa_node.core.errors import ConfigError, SwarmError
 from nesa_node.core.settings.choices import PlacementGoal, WeightQuality
@@ -31,6 +33,7 @@ _MIN_TTL_S = 60.0
 POLL_INTERVAL_S = 1.0
 DEFAULT_HOURS = 168.0
 _HOUR_S = 3600.0
+_Result = TypeVar("_Result")
 
 
 def status_line(status: SwarmStatus) -> str:
@@ -115,10 +118,9 @@ class PoolClient:
         """Ask for a swarm, in place of this identity's earlier request for the model.
 
         `until` is in seconds since the epoch. Raises `SwarmError` where no orchestrator would read
-        it, `ConfigError` where too many are asked for.
+        it, `ConfigError` for what cannot be asked for, and where too many are.
         """
-        await self._require_permission()
-        wanted = WantedSwarm(
+        wanted = _wanted_swarm(
             model=model,
             replicas=replicas,
             max_replicas=max_replicas or replicas,
@@ -126,6 +128,7 @@ class PoolClient:
             goal=goal,
             until=until,
         )
+        await self._require_permission()
         others = [each for each in await self._wanted() if each.model != model]
         if len(others) >= MAX_WANTED_SWARMS:
             raise ConfigError(
@@ -134,14 +137,19 @@ class PoolClient:
         await self._publish([*others, wanted])
 
     async def scale(self, model: str, replicas: int, max_replicas: int) -> None:
-        """Change the replicas of a swarm. Raises `SwarmError` where it was not asked for."""
+        """Change the replicas of a swarm. Raises `SwarmError` where it was not asked for, and
+        `ConfigError` for a number that cannot be.
+        """
         await self._require_permission()
         wanted = await self._wanted()
         if all(each.model != model for each in wanted):
             raise SwarmError(self._not_asked(model))
         change = {"replicas": replicas, "max_replicas": max_replicas}
         await self._publish(
-            [each.model_copy(update=change) if each.model == model else each for each in wanted]
+            [
+                _wanted_swarm(**each.model_dump() | change) if each.model == model else each
+                for each in wanted
+            ]
         )
 
     async def remove(self, model: str) -> None:
@@ -217,28 +225,111 @@ class PoolClient:
         return f"{model}: not asked for by this identity ({self._identity.peer_id})"
 
 
+def _wanted_swarm(**fields: Any) -> WantedSwarm:
+    """Raises `ConfigError` that names the field."""
+    try:
+        return WantedSwarm(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(map(str, first["loc"])) or "replicas"
+        raise ConfigError(f"{where}: {first['msg']} ({first['input']!r:.140})") from None
+
+
+class PoolMembership(TypedDict, total=False):
+    """How the functions below join a pool: `identity_path` is the key file that signs requests, by
+    default this user's; `swarm_key` that of a private swarm.
+    """
+
+    initial_peers: Required[Sequence[str]]
+    identity_path: Path | None
+    swarm_key: str | None
+
+
 def create_swarm(
     model: str,
     *,
-    initial_peers: Sequence[str],
     replicas: int = 1,
     max_replicas: int | None = None,
     quality: WeightQuality = "exact",
     goal: PlacementGoal = "latency",
     hours: float = DEFAULT_HOURS,
     wait_s: float = 600.0,
-    identity_path: Path | None = None,
-    swarm_key: str | None = None,
+    **membership: Unpack[PoolMembership],
 ) -> SwarmStatus | None:
     """Ask a pool's orchestrator for a swarm, and wait until it serves, as `nesa-node swarm create`.
 
-    Blocks the thread, at most about `wait_s`; None if the swarm does not serve by then.
-    `identity_path` is the key file that signs the request, by default this user's. Raises
-    `SwarmError` for a request that is refused, and `BootstrapError` if no initial peer answers.
+    Blocks the thread, at most about `wait_s`; None if the swarm does not serve by then. Raises
+    `SwarmError` for a request that is refused, `ConfigError` for one that cannot be made, and
+    `BootstrapError` if no initial peer answers, as the functions below do.
     """
+
+    async def work(pool: PoolClient) -> SwarmStatus | None:
+        await pool.request(
+            model,
+            replicas=replicas,
+            max_replicas=max_replicas,
+            quality=quality,
+            goal=goal,
+            until=time.time() + hours * _HOUR_S,
+        )
+        return await pool.wait_until_serving(model, wait_s)
+
+    return _use_pool(work, **membership)
+
+
+def list_swarms(**membership: Unpack[PoolMembership]) -> tuple[SwarmStatus, ...]:
+    """The swarms that were asked for, and what became of them. Blocks the thread."""
+
+    async def work(pool: PoolClient) -> tuple[SwarmStatus, ...]:
+        return (await pool.view()).swarms
+
+    return _use_pool(work, **membership)
+
+
+def show_swarm(model: str, **membership: Unpack[PoolMembership]) -> PoolView:
+    """A swarm's status, and the offers of the machines that hold it. Blocks the thread.
+
+    Raises `SwarmError` where it was not asked for.
+    """
+
+    async def work(pool: PoolClient) -> PoolView:
+        return (await pool.view()).of_model(model)
+
+    return _use_pool(work, **membership)
+
+
+def scale_swarm(
+    model: str,
+    replicas: int,
+    max_replicas: int | None = None,
+    **membership: Unpack[PoolMembership],
+) -> None:
+    """Change the replicas that this identity wants of a swarm. Blocks the thread.
+
+    Raises `SwarmError` where it was not asked for.
+    """
+    _use_pool(lambda pool: pool.scale(model, replicas, max_replicas or replicas), **membership)
+
+
+def remove_swarm(model: str, **membership: Unpack[PoolMembership]) -> None:
+    """Withdraw this identity's request for a swarm. Blocks the thread.
+
+    Raises `SwarmError` where it was not asked for.
+    """
+    _use_pool(lambda pool: pool.remove(model), **membership)
+
+
+def _use_pool(
+    work: Callable[[PoolClient], Coroutine[Any, Any, _Result]],
+    *,
+    initial_peers: Sequence[str],
+    identity_path: Path | None = None,
+    swarm_key: str | None = None,
+) -> _Result:
+    """Join through `initial_peers`, and run `work` there."""
     identity = Identity.load_or_create(identity_path or default_identity_path())
 
-    async def run() -> SwarmStatus | None:
+    async def run() -> _Result:
         with tempfile.TemporaryDirectory(prefix="nesa-request-") as folder:
             async with open_swarm(
                 Identity.ephemeral(Path(folder)),
@@ -246,15 +337,6 @@ def create_swarm(
                 swarm_key=swarm_key,
                 listen=False,
             ) as swarm:
-                pool = PoolClient(swarm.notices, identity)
-                await pool.request(
-                    model,
-                    replicas=replicas,
-                    max_replicas=max_replicas,
-                    quality=quality,
-                    goal=goal,
-                    until=time.time() + hours * _HOUR_S,
-                )
-                return await pool.wait_until_serving(model, wait_s)
+                return await work(PoolClient(swarm.notices, identity))
 
     return asyncio.run(run())

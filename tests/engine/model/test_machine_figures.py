@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -158,6 +161,31 @@ def test_a_busy_measurement_is_repeated_and_the_quietest_kept(
 ) -> None:
     _measuring(monkeypatch, (1e8, 0.5), (1e7, 0.8), (1e9, 0.1), (1e7, 0.5), (2e9, 0.0), (3e9, 0.0))
     assert _rates(tmp_path, *[1] * 7) == [1e8, 1e8, 1e9, 1e9, 1e9, 1e9, 1e9]
+
+
+def test_processes_that_ask_at_once_share_one_measurement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also on a busy machine, where each would take a minute."""
+    together = threading.Barrier(4)
+    measured: list[torch.device] = []
+
+    def measure(device: torch.device) -> MachineFigures:
+        measured.append(device)
+        time.sleep(0.1)
+        return MachineFigures({"int8": WeightFigures(0.0, 1e9, 1e12)}, others_share=0.9)
+
+    monkeypatch.setattr(machine_figures, "_measure_with_load", measure)
+
+    def ask(_: int) -> list[float]:
+        together.wait()
+        return _rates(tmp_path, 1)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(ask, range(4))) == [[1e9]] * 4
+    assert len(measured) == 1
+    _rates(tmp_path, 1)
+    assert len(measured) == 2, "a later one is another"
 
 
 def test_of_two_measurements_the_slower_figures_count() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from nesa_node.engine.model.machine_figures import QUIET_RUNS, MachineFigures, m
 from nesa_node.server.pool import figures as pool_figures
 from nesa_node.server.pool.figures import DeviceFigures
 from nesa_node.topology.roofline import WeightFigures
+from tests.swarm.local_swarm import eventually
 
 CPU = torch.device("cpu")
 KIND = {"block_overhead_s": 0.0, "read_bytes_per_s": 1e9, "flop_per_s": 1e12}
@@ -125,6 +127,23 @@ async def test_a_quiet_machine_is_measured_several_times_whichever_process_does_
     await looking.measure_until_complete(is_free)
     assert looking.kinds["int8"].read_bytes_per_s == 3e9
     assert looks == 4
+
+
+async def test_a_measurement_that_is_ended_deletes_its_files(tmp_path: Path) -> None:
+    files, temporary = tmp_path / "figures", tmp_path / "temporary"
+    temporary.mkdir()
+    device = DeviceFigures(CPU, 1, files)
+    device._argv = ("env", f"TMPDIR={temporary}", *device._argv)
+    measuring = asyncio.create_task(device.measure_first())
+
+    async def has_begun() -> bool:
+        return bool(list(temporary.glob("nesa-figures-*/*/model.safetensors")))
+
+    await eventually(has_begun, 60)
+    measuring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await measuring
+    assert list(temporary.iterdir()) == []
 
 
 async def test_a_failed_measurement_leaves_what_was_known(tmp_path: Path) -> None:
