@@ -209,13 +209,13 @@ def declared_domains(addresses: Iterable[str], operator: str | None) -> frozense
 
 
 def _declared_groups(nodes: Iterable[NodeState]) -> Iterator[tuple[DomainKind, frozenset[PeerId]]]:
-    """Nodes of each declared domain, the largest groups first."""
+    """Nodes of each declared domain, the largest groups first, of equal ones the machine."""
     groups: dict[DeclaredDomain, set[PeerId]] = defaultdict(set)
     for node in nodes:
         for domain in declared_domains(node.addresses, node.operator):
             groups[domain].add(node.peer_id)
-    largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:_MAX_DECLARED_DOMAINS]
-    for (kind, _), peers in largest:
+    largest = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+    for (kind, _), peers in largest[:_MAX_DECLARED_DOMAINS]:
         yield kind, frozenset(peers)
 
 
