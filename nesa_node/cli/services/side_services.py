@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from nesa_node import __version__
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.addresses import HttpAddress
+from nesa_node.swarm.p2p.tasks import stop_process
 
 if TYPE_CHECKING:
     from nesa_node.core.ids import ModelId
@@ -139,19 +140,7 @@ async def _run_once(config: NodeConfig, config_path: Path | None, addresses: Seq
         try:
             return await process.wait()
         finally:
-            await _stop_process(process)
-
-
-async def _stop_process(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        async with asyncio.timeout(_STOP_TIMEOUT_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+            await stop_process(process, _STOP_TIMEOUT_S)
 
 
 def _gateway_arguments(

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -324,14 +325,13 @@ class _ThroughputMeasurement:
     def cold_step_s(self) -> float:
         table = self._new_table(len(self._warmup_LD) + 1)
         self._time_step(table, self._warmup_LD)
-        is_gpu = self._blocks.device.type == "cuda"
-        # NumPy reads in this thread alone.
-        flushing = np.ones(0 if is_gpu else FLUSH_BYTES, dtype=np.uint8).view(np.uint64)
+        pause: Callable[[], object] = partial(time.sleep, PAUSE_S)
+        if self._blocks.device.type != "cuda":
+            # NumPy reads in this thread alone.
+            pause = np.ones(FLUSH_BYTES // 8, dtype=np.uint64).max
         steps_s = []
         for _ in range(COLD_STEPS):
-            if is_gpu:
-                time.sleep(PAUSE_S)
-            flushing.max(initial=0)
+            pause()
             steps_s.append(self._time_decode_step(table))
         return fmean(sorted(steps_s)[: COLD_STEPS // 2])
 

@@ -24,6 +24,7 @@ from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.swarm.dht.pool_notices import AssignedSpan, HeldModel, HeldState
+from nesa_node.swarm.p2p.tasks import stop_process
 
 log = get_logger(__name__)
 
@@ -132,14 +133,9 @@ class ChildNode:
     async def _stop(self, process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:
             self._is_leaving = True
-            process.terminate()
             forwarding = asyncio.ensure_future(self._forward_output(process))
             try:
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+                await stop_process(process, STOP_TIMEOUT_S)
             finally:
                 forwarding.cancel()
                 await asyncio.gather(forwarding, return_exceptions=True)

@@ -18,6 +18,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.engine.kernels.threads import QUIET_SHARE, IdleCores
 from nesa_node.engine.model.machine_figures import read_fresh_figures
 from nesa_node.swarm.dht.pool_notices import MeasuredFigures
+from nesa_node.swarm.p2p.tasks import stop_process
 
 log = get_logger(__name__)
 
@@ -115,19 +116,8 @@ class DeviceFigures:
             self._is_final = True
         finally:
             self._ready.set()
-            if process.returncode is None:
-                await _end(process)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a measurement, which deletes its files."""
-    process.terminate()
-    try:
-        async with asyncio.timeout(END_TIMEOUT_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+            # It deletes its files.
+            await stop_process(process, END_TIMEOUT_S)
 
 
 def _as_offered(figures: Mapping[str, Any]) -> MeasuredFigures:

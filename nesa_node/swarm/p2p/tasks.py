@@ -1,4 +1,4 @@
-"""Background tasks, waiting for several of them, and the event loop that commands run."""
+"""Background tasks and child processes, waiting for them, and the event loop that commands run."""
 
 from __future__ import annotations
 
@@ -210,3 +210,16 @@ def run_event_loop(main: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(main)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
+
+
+async def stop_process(process: asyncio.subprocess.Process, timeout_s: float) -> None:
+    """Terminate a child process that runs, and kill it if it has not ended after `timeout_s`."""
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(timeout_s):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
