@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from nesa_node.core.arrays import Floats, Ints
+from nesa_node.core.arrays import Floats, Ints, row_blocks
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.topology.snapshot import NodeState, Snapshot
 
@@ -430,7 +430,9 @@ def transfer_seconds(snapshot: Snapshot, peers: Sequence[PeerId], request: Chain
     else:
         rtt_ms_NN, rate_NN = snapshot.links.select_arrays(peers)
         transfer_s_NN = _one_way_s(rtt_ms_NN, request)
-        transfer_s_NN += _message_s(rate_NN, request)
+        # Row by row: of thousands of nodes each matrix in between would take hundreds of MB.
+        for start, rate_RN in row_blocks(rate_NN):
+            transfer_s_NN[start : start + len(rate_RN)] += _message_s(rate_RN, request)
     np.fill_diagonal(transfer_s_NN, 0.0)
     return transfer_s_NN
 

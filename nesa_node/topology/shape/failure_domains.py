@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from nesa_node.core.arrays import Bools, Floats, Ints
+from nesa_node.core.arrays import Bools, Floats, Ints, row_blocks
 from nesa_node.core.ids import PeerId
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.links.sparse import SparseLinks
@@ -28,7 +28,6 @@ from nesa_node.topology.shape.merge_tree import (
     MergeTree,
     make_filtration,
     merge_tree,
-    row_blocks,
 )
 from nesa_node.topology.snapshot import NodeState, Snapshot
 

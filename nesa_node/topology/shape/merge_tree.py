@@ -14,13 +14,13 @@ trees, K past trees, C nodes that all trees share, R rows at a time, P classes o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nesa_node.core.arrays import Floats, Ints
+from nesa_node.core.arrays import Floats, Ints, row_blocks
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.snapshot import Snapshot
 
@@ -75,8 +75,6 @@ def betti_numbers(diagrams: Iterable[PersistenceDiagram], scale: float) -> tuple
     return tuple(diagram.betti(scale) for diagram in diagrams)
 
 
-# Large matrices are read this many rows at a time: temporaries stay small beside the matrix.
-_ROWS_PER_CHUNK = 256
 _MAX_SAMPLED_ROWS = 500
 
 
@@ -163,12 +161,6 @@ def _later_births(birth_N: Floats, start: int, rows: Floats) -> Floats:
     later: Floats = np.maximum(first_R[:, None], birth_N)
     later[np.arange(len(rows)), np.arange(start, start + len(rows))] = 0.0
     return later
-
-
-def row_blocks(matrix: Floats) -> Iterator[tuple[int, Floats]]:
-    """Yield views of up to `_ROWS_PER_CHUNK` rows each, with the index of the first."""
-    for start in range(0, len(matrix), _ROWS_PER_CHUNK):
-        yield start, matrix[start : start + _ROWS_PER_CHUNK]
 
 
 def _read_only(array: Floats) -> Floats:
