@@ -16,10 +16,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.leaks import RUN_VARIABLE, Leftovers
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+
+# A busy machine takes longer than the 200 ms that an example has by default.
+settings.register_profile("without_deadline", deadline=None)
+settings.load_profile("without_deadline")
 
 
 def _run_dir() -> Path:

@@ -35,7 +35,7 @@ SHAPES = st.one_of(
 ).map(tuple)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     codec=st.sampled_from(CODECS),
     dtype=st.sampled_from(sorted(DTYPES)),
@@ -138,7 +138,7 @@ def test_what_would_overflow_is_refused(codec: str) -> None:
         encode(torch.full((1, 64), 1e31), codec=codec)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     codec=st.sampled_from(CODECS),
     dtype=st.sampled_from(sorted(DTYPES)),

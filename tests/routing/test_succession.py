@@ -85,7 +85,7 @@ def _settle(world: World) -> int:
     return leaders.pop()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 6))
 def test_there_is_one_leader_soon_and_it_stays(seed: int, size: int) -> None:
     world = World(random.Random(seed), size, skew_s=10.0)
@@ -97,7 +97,7 @@ def test_there_is_one_leader_soon_and_it_stays(seed: int, size: int) -> None:
     assert world.states[leader].epoch == epoch
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), size=st.integers(2, 6))
 def test_next_in_order_follows_a_leader_that_dies_in_a_higher_epoch(seed: int, size: int) -> None:
     world = World(random.Random(seed), size, skew_s=1.0)
@@ -116,7 +116,7 @@ def test_next_in_order_follows_a_leader_that_dies_in_a_higher_epoch(seed: int, s
     assert _settle(world) == follower
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), size=st.integers(2, 6), data=st.data())
 def test_after_a_partition_the_higher_epoch_leads_then_the_lower_peer_id(
     seed: int, size: int, data: st.DataObject

@@ -28,9 +28,7 @@ BODIES = [
     TokenizeRequest,
     DetokenizeRequest,
 ]
-FUZZED = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+FUZZED = settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 _SCALARS = (
     st.none()

@@ -90,7 +90,7 @@ def one_by_one(rows: Tensor) -> list[Tensor]:
     return [rows[row : row + 1] for row in range(len(rows))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     dtype=st.sampled_from(DTYPES),
     outputs=st.integers(1, 70),
@@ -126,7 +126,7 @@ needs_tiles = pytest.mark.skipif(
 
 
 @needs_tiles
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     outputs=st.integers(32, 200),
     inputs=st.integers(1, 40).map(lambda n: n * 32),

@@ -93,7 +93,7 @@ def test_products_are_those_of_bitsandbytes(tokens: int, bias: bool) -> None:
     assert ((linear(x_TI) - reference(x_TI)).abs() <= SUM * sizes).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     dtype=st.sampled_from(DTYPES),
     outputs=st.integers(1, 70),

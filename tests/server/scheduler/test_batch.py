@@ -72,7 +72,7 @@ def pending(number: int, rows: list[RowSlice]) -> QueuedStep:
     return QueuedStep(hidden, hidden.dtype, step=step, arrived_at=0.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_every_token_runs_once_in_order_and_comes_back_to_its_step(data: st.DataObject) -> None:
     lengths = [0] * data.draw(st.integers(1, 4))

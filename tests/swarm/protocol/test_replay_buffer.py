@@ -69,7 +69,7 @@ def sent_tokens(model: Model) -> int:
     return sum(token is not None for row in model.rows for token in row)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_reading_back_gives_what_a_list_of_tokens_would(data: st.DataObject) -> None:
     num_rows = data.draw(st.integers(1, 3))

@@ -180,7 +180,7 @@ def test_unknown_fields_of_a_later_minor_version_are_ignored() -> None:
     assert decode_message(newer) == ErrorMessage(code="busy", message="x")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_a_mutated_message_decodes_to_a_bounded_one_or_is_refused(data: st.DataObject) -> None:
     step, _ = step_of(torch.zeros(3, 8))
