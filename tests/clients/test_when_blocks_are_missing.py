@@ -1,18 +1,26 @@
-"""What clients are told while a node is gone. The last module: the swarm is not whole after it."""
+"""What clients are told while a node is gone."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
 
-from tests.clients.live_gateway import MODEL, SPANS, LiveGateway
+from tests.clients.live_gateway import MODEL, SPANS, LiveGateway, live_gateway
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def gateway(demo_folder: Path, tmp_path: Path) -> Iterator[LiveGateway]:
+    """One of its own, since its swarm is not whole afterwards."""
+    with live_gateway(demo_folder, tmp_path) as gateway:
+        yield gateway
 
 
 @pytest.fixture
