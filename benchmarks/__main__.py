@@ -37,6 +37,7 @@ from benchmarks import (
     stability,
     swarm,
     thread_settings,
+    training,
     tuning,
 )
 from benchmarks.gateway import bench as gateway
@@ -75,6 +76,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "schemas": schemas,
     "stability": stability,
     "swarm": swarm,
+    "training": training,
     "tuning": tuning,
     "wan": wan,
 }

@@ -127,6 +127,20 @@ class QuantizedLinear(nn.Module, ABC):
             linears[0]._dtype,
         )
 
+    def select_rows(self, start: int, end: int) -> Self:
+        """Return a layer of the outputs `start:end`, which shares these weights.
+
+        Of nf4 they are whole blocks, as are the outputs of the layers that were concatenated.
+        """
+        levels, scales = (
+            tensor[
+                start * len(tensor) // self.out_features : end * len(tensor) // self.out_features
+            ]
+            for tensor in (self.levels, self.scales)
+        )
+        bias_O = None if self.bias is None else nn.Parameter(self.bias[start:end], False)
+        return type(self)(levels, scales, (end - start, self.in_features), bias_O, self._dtype)
+
     def forward(self, input: Tensor) -> Tensor:
         """Supports gradients of the inputs only."""
         input_TI = input.reshape(-1, self.in_features)

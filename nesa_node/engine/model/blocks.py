@@ -19,6 +19,7 @@ from nesa_node.core.errors import ContextLengthError
 from nesa_node.core.ids import Span
 from nesa_node.engine.cache.paged_attention import PackedRows, RowCache, RowChunk
 from nesa_node.engine.cache.pages import PagePool
+from nesa_node.engine.kernels.quantized_linear import QuantizedLinear
 from nesa_node.engine.kernels.threads import ThreadController
 from nesa_node.engine.model.compiled_step import CompiledDecoder
 from nesa_node.engine.model.fused_decoder import FusedDecoder
@@ -115,6 +116,15 @@ class ModelBlocks:
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the span, at any depth."""
         return iter(self._decoder.modules())
+
+    def split_layers(self) -> list[dict[str, nn.Module | Tensor]]:
+        """For each block its linear layers, and its other weights, in shared memory.
+
+        By their names in transformers' layer.
+        """
+        if isinstance(self._decoder, FusedDecoder):
+            return [layer.split() for layer in self._decoder.ordered_layers]
+        return [_split_layer(layer) for layer in getattr(self._decoder, self._family.layers_name)]
 
     def select(self, span: Span) -> ModelBlocks:
         """Return a sub-span that shares these weights. Raises `ValueError` outside this span."""
@@ -269,6 +279,18 @@ class ModelBlocks:
 def _advance_lengths(runs: Sequence[RowChunk]) -> None:
     for run in runs:
         run.table.length += run.count
+
+
+def _split_layer(layer: nn.Module) -> dict[str, nn.Module | Tensor]:
+    parts: dict[str, nn.Module | Tensor] = {}
+    for path, module in layer.named_modules():
+        if isinstance(module, nn.Linear | QuantizedLinear):
+            parts[path] = module
+            continue
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None and name not in module._non_persistent_buffers_set:
+                parts[f"{path}.{name}" if path else name] = value
+    return parts
 
 
 def slice_decoder(decoder: nn.Module, layers: str, local: Span) -> nn.Module:

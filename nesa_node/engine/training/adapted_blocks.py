@@ -1,0 +1,187 @@
+"""A span's blocks with PEFT's adapters in them, trained on the weights that are served.
+
+Serving runs fused layers without autograd; here the same span is transformers' own decoder, whose
+layers hold the served weights in place of their own, so that a span is in memory once.
+
+R sequences, L tokens of each, D hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import Span
+from nesa_node.engine.model.blocks import ModelBlocks, slice_decoder
+from nesa_node.engine.model.loading import detach_span
+from nesa_node.engine.training.adapters import (
+    BlockAdapter,
+    BottleneckConfig,
+    DeepPromptConfig,
+    require_supported,
+)
+from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.families import ModelFamily
+from nesa_node.engine.weights.skeleton import Skeleton
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    AdapterConfig = PeftConfig | BottleneckConfig | DeepPromptConfig
+
+_SEEDS = 1 << 63
+_ADAPTER = "default"
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""Distance of the seeds of two blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What a span's forward needs beside hidden states, and computes again for the backward."""
+
+    seed: int
+    """Of dropout, from 0 to 2**63 - 1. The same seed gives the same result on any cut."""
+    mask_RL: Tensor | None = None
+    """1 for tokens and 0 for padding; None without padding."""
+    positions_RL: Tensor | None = None
+    """Position of each token; None for 0, 1, 2, ... Of one sequence, positions that begin again
+    separate the texts that are packed into it."""
+
+
+class AdaptedBlocks:
+    """A span's blocks with trainable adapters, run one block at a time.
+
+    Not thread-safe: the device's thread owns it.
+    """
+
+    def __init__(
+        self, served: ModelBlocks, checkpoint: Checkpoint, config: AdapterConfig, *, seed: int
+    ) -> None:
+        """Initialize the adapters of `served.span` as PEFT does for the whole model.
+
+        They have the values, in float32, that PEFT gives them after `torch.manual_seed(seed)`,
+        whichever span they belong to. Raises `ConfigError` for a config that PEFT refuses for this
+        model, or that is not supported.
+        """
+        self.span = served.span
+        self.device, self.dtype = served.device, served.dtype
+        self.parameters: dict[str, nn.Parameter] = {}
+        """Trainable parameters, by the names of PEFT's files where PEFT has such adapters."""
+        self._decoders: dict[int, Any] = {}
+        self._edges: dict[int, BlockAdapter] = {}
+        skeleton = Skeleton(checkpoint)
+        family = skeleton.family
+        decoder = detach_span(skeleton, self.span, dtype=self.dtype, device=self.device)
+        for name, child in decoder.named_children():
+            if isinstance(child, nn.Dropout):  # of embeddings, which the client has
+                decoder._modules[name] = nn.Identity()
+        layers = dict(enumerate(_layers(decoder, family), self.span.start))
+        if isinstance(config, BottleneckConfig | DeepPromptConfig):
+            for index in layers:
+                with torch.random.fork_rng([]):
+                    torch.manual_seed(_block_seed(seed, index))
+                    self._edges[index] = config.make_module(served.hidden_size).to(self.device)
+        else:
+            require_supported(config)
+            for layer in layers.values():
+                _put_placeholders(layer, self.dtype, self.device)
+            _inject(skeleton, config, seed)
+        for layer, parts in zip(layers.values(), served.split_layers(), strict=True):
+            for path, part in parts.items():
+                _put(layer, path, part)
+        skeleton.require_complete(decoder)
+        decoder.train()
+        for local, (index, layer) in enumerate(layers.items()):
+            self._decoders[index] = slice_decoder(
+                decoder, family.layers_name, Span(local, local + 1)
+            )
+            path, module = f"base_model.model.{family.layers_path}.{index}", layer
+            if edge := self._edges.get(index):
+                path, module = f"{path}.{edge.title}", edge
+            for name, value in module.named_parameters():
+                if value.requires_grad:
+                    value.data = value.data.float()
+                    self.parameters[f"{path}.{name.replace(f'.{_ADAPTER}', '')}"] = value
+
+    def run_block(self, index: int, hidden_RLD: Tensor, batch: MicroBatch) -> Tensor:
+        """Run block `index` of the model on its input [R, L, D], in the caller's gradient mode.
+
+        Dropout draws from a seed of its own: a second run gives the same result. The random
+        numbers of the process are left as they are.
+        """
+        edge = self._edges.get(index)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(_block_seed(batch.seed, index))
+            if edge is not None:
+                hidden_RLD = edge.change_input(hidden_RLD)
+            output_RLD: Tensor = self._decoders[index](
+                inputs_embeds=hidden_RLD,
+                attention_mask=None if batch.mask_RL is None else batch.mask_RL.to(self.device),
+                position_ids=self._positions(hidden_RLD, batch),
+                use_cache=False,
+            ).last_hidden_state
+            return output_RLD if edge is None else edge.change_output(output_RLD)
+
+    def _positions(self, hidden_RLD: Tensor, batch: MicroBatch) -> Tensor:
+        if batch.positions_RL is not None:
+            return batch.positions_RL.to(self.device)
+        return torch.arange(hidden_RLD.shape[1], device=self.device).unsqueeze(0)
+
+
+def _layers(decoder: Any, family: ModelFamily) -> Iterable[nn.Module]:
+    layers: nn.ModuleList = getattr(decoder, family.layers_name)
+    return layers
+
+
+def _block_seed(seed: int, index: int) -> int:
+    return (seed + _SEED_STEP * (index + 1)) % _SEEDS
+
+
+def _inject(skeleton: Skeleton, config: PeftConfig, seed: int) -> None:
+    from peft import inject_adapter_in_model
+
+    with torch.random.fork_rng([]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what PEFT changes in the config to fit the model
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(copy.deepcopy(config), skeleton.model, _ADAPTER)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"PEFT refuses this adapter: {error}") from error
+
+
+def _put_placeholders(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give parameters values without memory: PEFT reads their shape, dtype and device."""
+    for module in layer.modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                empty = torch.empty((), dtype=dtype, device=device).expand(value.shape)
+                module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+
+
+def _put(layer: nn.Module, path: str, part: nn.Module | Tensor) -> None:
+    """Put a served module or weight at `path`, below the adapter that PEFT has put there."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    *names, leaf = path.split(".")
+    parent: Any = layer
+    for name in names:
+        parent = getattr(parent, name)
+        if isinstance(parent, BaseTunerLayer):
+            parent = parent.get_base_layer()
+    if isinstance(part, Tensor):
+        if leaf in parent._parameters:
+            parent._parameters[leaf] = nn.Parameter(part.detach(), requires_grad=False)
+        else:
+            parent._buffers[leaf] = part
+        return
+    if isinstance(getattr(parent, leaf), BaseTunerLayer):
+        parent, leaf = getattr(parent, leaf), "base_layer"
+    setattr(parent, leaf, part)

@@ -1,0 +1,134 @@
+"""Adapters that PEFT does not have, and what is supported of those that it has.
+
+R sequences, L tokens of each, D hidden, P virtual tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nesa_node.core.errors import ConfigError
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "tanh": torch.tanh,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BottleneckConfig:
+    """An adapter after each block (Nesa paper, eq. 5)."""
+
+    size: int = 64
+    """Numbers between the two matrices."""
+    activation: str = "relu"
+    """A key of `ACTIVATIONS`."""
+    norm: Literal["before", "printed"] = "before"
+    """"before": h + W2 f(W1 LayerNorm(h)), which changes nothing before it is trained. "printed":
+    LayerNorm(h + W2 f(W1 h)), as eq. 5 stands in the paper: an untrained one already changes what
+    the next block gets."""
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`."""
+        if self.size < 1:
+            raise ConfigError(f"the size of a bottleneck adapter must be positive, got {self.size}")
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(f"activation {self.activation!r}: use {', '.join(ACTIVATIONS)}")
+        if self.norm not in ("before", "printed"):
+            raise ConfigError(f"norm {self.norm!r}: use before or printed")
+
+    def make_module(self, hidden_size: int) -> BlockAdapter:
+        return BottleneckAdapter(self, hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class DeepPromptConfig:
+    """Trained vectors that are added to the first tokens of each block's input.
+
+    Sequences begin with as many virtual tokens.
+    """
+
+    num_virtual_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`."""
+        if self.num_virtual_tokens < 1:
+            raise ConfigError(f"num_virtual_tokens must be positive, got {self.num_virtual_tokens}")
+
+    def make_module(self, hidden_size: int) -> BlockAdapter:
+        return DeepPrompt(self.num_virtual_tokens, hidden_size)
+
+
+class BlockAdapter(nn.Module):
+    """Part of the model at the edge of one block."""
+
+    title: str
+    """In names of parameters."""
+
+    def change_input(self, hidden_RLD: Tensor) -> Tensor:
+        return hidden_RLD
+
+    def change_output(self, hidden_RLD: Tensor) -> Tensor:
+        return hidden_RLD
+
+
+class BottleneckAdapter(BlockAdapter):
+    title = "bottleneck"
+
+    def __init__(self, config: BottleneckConfig, hidden_size: int) -> None:
+        super().__init__()
+        self._config = config
+        self.norm = nn.LayerNorm(hidden_size)
+        self.down = nn.Linear(hidden_size, config.size)
+        self.up = nn.Linear(config.size, hidden_size)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def change_output(self, hidden_RLD: Tensor) -> Tensor:
+        activate = ACTIVATIONS[self._config.activation]
+        wide_RLD = hidden_RLD.to(self.up.weight.dtype)
+        if self._config.norm == "printed":
+            output_RLD: Tensor = self.norm(wide_RLD + self.up(activate(self.down(wide_RLD))))
+        else:
+            output_RLD = wide_RLD + self.up(activate(self.down(self.norm(wide_RLD))))
+        return output_RLD.to(hidden_RLD.dtype)
+
+
+class DeepPrompt(BlockAdapter):
+    title = "deep_prompt"
+
+    def __init__(self, num_virtual_tokens: int, hidden_size: int) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.zeros(num_virtual_tokens, hidden_size))
+
+    def change_input(self, hidden_RLD: Tensor) -> Tensor:
+        count = len(self.prompt)
+        first_RPD = hidden_RLD[:, :count] + self.prompt.to(hidden_RLD.dtype)
+        return torch.cat((first_RPD, hidden_RLD[:, count:]), dim=1)
+
+
+def require_supported(config: Any) -> None:
+    """Check a config of PEFT.
+
+    Raises `ConfigError` for what would train, or read, other weights than the adapters'.
+    """
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind not in ("LORA", "IA3"):
+        raise ConfigError(f"{kind} adapters cannot be trained on nodes; LORA and IA3 can")
+    if getattr(config, "modules_to_save", None):
+        raise ConfigError("modules_to_save: only adapters are trained in a swarm")
+    if getattr(config, "bias", "none") != "none":
+        raise ConfigError(f"bias={config.bias!r}: only adapters are trained in a swarm")
+    if getattr(config, "use_dora", False):
+        raise ConfigError("use_dora needs the base weights; nodes may hold them quantized")
+    init = getattr(config, "init_lora_weights", True)
+    if init not in (True, False, "gaussian"):
+        raise ConfigError(f"init_lora_weights={init!r} needs the base weights; use True")

@@ -1,0 +1,298 @@
+"""Training steps of one span: micro-batches, gradients, optimizer, and what survives a failure.
+
+A step is the forwards and backwards of its micro-batches 0, 1, 2, ..., then one update of the
+parameters (Nesa paper, eq. 7). Gradients are added in that order, so that a step that is run again
+gives the same bits. Steps are counted: each is applied once, and in order.
+
+R sequences, L tokens of each, D hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nesa_node.core.errors import ConfigError, ProtocolError
+from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
+
+Keep = Literal["input", "inputs", "activations"]
+"""What is kept of a micro-batch: the span's input alone (its blocks run three times), the input of
+each block (twice), or all activations (once)."""
+MAX_NORM_EPS = 1e-6
+"""Added to the norm of gradients, as torch's clipping does."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """torch's optimizers with their defaults; the learning rate comes with each step."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`."""
+        if self.name not in ("adamw", "sgd"):
+            raise ConfigError(f"optimizer {self.name!r}: use adamw or sgd")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas must be from 0 to below 1, got {self.betas}")
+        for name in ("eps", "weight_decay", "momentum"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} must be a number from 0 on, got {value}")
+
+    def make(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if self.name == "sgd":
+            return torch.optim.SGD(
+                parameters, lr=0.0, momentum=self.momentum, weight_decay=self.weight_decay
+            )
+        return torch.optim.AdamW(
+            parameters,
+            lr=0.0,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+        )
+
+
+BlockByBlock = Generator[None, None, Tensor]
+"""A computation that pauses after each block, so that other work may run between them."""
+
+
+def finish(running: BlockByBlock) -> Tensor:
+    """Run a computation to its end, and return its result."""
+    while True:
+        try:
+            next(running)
+        except StopIteration as ended:
+            result: Tensor = ended.value
+            return result
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a micro-batch's backward needs. Of each block its input and output, if they are kept."""
+
+    batch: MicroBatch
+    hidden_RLD: Tensor
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.hidden_RLD.nbytes + sum(each.nbytes for each in self.inputs[1:])
+
+
+class SpanTrainer:
+    """Adapters of a span, their optimizer, and the step that is under way.
+
+    Not thread-safe: the device's thread owns it. Methods raise `ProtocolError` for what does not
+    belong to this step, and change nothing then.
+    """
+
+    def __init__(
+        self, blocks: AdaptedBlocks, optimizer: OptimizerConfig, *, keep: Keep = "inputs"
+    ) -> None:
+        """`keep`: of each micro-batch between its forward and its backward. See `Keep`."""
+        self.blocks = blocks
+        self.applied = 0
+        """Steps that were applied, and the number of the step under way."""
+        self._parameters = blocks.parameters
+        self._optimizer = optimizer.make(list(self._parameters.values()))
+        self._keep = keep
+        self._kept: dict[int, _Kept] = {}
+        self._attempt = 0
+        self._num_backwards = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of hidden states that are kept for backwards, without the blocks' activations."""
+        return sum(each.nbytes for each in self._kept.values())
+
+    @property
+    def num_backwards(self) -> int:
+        """Micro-batches of this step whose gradients were added."""
+        return self._num_backwards
+
+    def begin(self, step: int) -> None:
+        """Begin a step, or begin it again: forget its inputs and gradients."""
+        self._require_current(step)
+        self._clear()
+
+    def forward(
+        self, step: int, number: int, hidden_RLD: Tensor, batch: MicroBatch
+    ) -> BlockByBlock:
+        """Return the span's output for a micro-batch, and keep what its backward needs."""
+        self._require_current(step)
+        if number < self._num_backwards:
+            raise ProtocolError("stale_step", f"micro-batch {number} has gone backward already")
+        _require_finite(hidden_RLD, f"hidden states of micro-batch {number}")
+        hidden_RLD = hidden_RLD.detach().to(self.blocks.device, self.blocks.dtype)
+        kept = _Kept(batch, hidden_RLD)
+        output_RLD = yield from self._run_blocks(kept, keep=self._keep)
+        self._kept[number] = kept
+        return output_RLD
+
+    def backward(self, step: int, number: int, grad_RLD: Tensor) -> BlockByBlock:
+        """Add a micro-batch's gradients, and return that of its input."""
+        self._require_current(step)
+        if number != self._num_backwards or number not in self._kept:
+            raise ProtocolError(
+                "stale_step",
+                f"micro-batch {number} cannot go backward: {self._num_backwards} is the next, and "
+                f"{sorted(self._kept)} went forward",
+            )
+        kept = self._kept[number]
+        if grad_RLD.shape != kept.hidden_RLD.shape:
+            raise ProtocolError(
+                "bad_tensor",
+                f"gradient of shape {list(grad_RLD.shape)} for hidden states of shape "
+                f"{list(kept.hidden_RLD.shape)}",
+            )
+        _require_finite(grad_RLD, f"gradient of micro-batch {number}")
+        del self._kept[number]
+        if not kept.inputs:
+            yield from self._run_blocks(kept, keep="inputs")
+        grad_RLD = grad_RLD.to(self.blocks.device, self.blocks.dtype)
+        for index in reversed(range(self.blocks.span.start, self.blocks.span.end)):
+            input_RLD = kept.inputs.pop().requires_grad_()
+            if kept.outputs:
+                output_RLD = kept.outputs.pop()
+            else:
+                with torch.enable_grad():
+                    output_RLD = self.blocks.run_block(index, input_RLD, kept.batch)
+            torch.autograd.backward(output_RLD, grad_RLD)
+            assert input_RLD.grad is not None
+            grad_RLD = input_RLD.grad
+            yield from self._pause()
+        self._num_backwards += 1
+        return grad_RLD
+
+    def _run_blocks(self, kept: _Kept, *, keep: Keep) -> BlockByBlock:
+        hidden_RLD = kept.hidden_RLD
+        for index in range(self.blocks.span.start, self.blocks.span.end):
+            if keep == "activations":
+                hidden_RLD = hidden_RLD.detach().requires_grad_()
+            if keep != "input":
+                kept.inputs.append(hidden_RLD)
+            with torch.set_grad_enabled(keep == "activations"):
+                hidden_RLD = self.blocks.run_block(index, hidden_RLD, kept.batch)
+            if keep == "activations":
+                kept.outputs.append(hidden_RLD)
+            yield from self._pause()
+        return hidden_RLD.detach()
+
+    def _pause(self) -> Generator[None]:
+        """Let other work run. Raises `ProtocolError` if the step has begun again, or ended."""
+        attempt = self._attempt
+        yield
+        if attempt != self._attempt:
+            raise ProtocolError("stale_step", "the step has begun again meanwhile")
+
+    def compute_squared_norm(self, step: int) -> float:
+        """Sum of the squares of this step's gradients, for the global norm."""
+        self._require_current(step)
+        grads = [value.grad for value in self._parameters.values() if value.grad is not None]
+        return float(sum(grad.square().sum(dtype=torch.float64) for grad in grads))
+
+    def apply(self, step: int, *, micro_batches: int, learning_rate: float, scale: float) -> None:
+        """Update the parameters with the gradients times `scale`. A repeated call does nothing.
+
+        `micro_batches` must have gone backward.
+        """
+        if step == self.applied - 1:
+            return
+        self._require_current(step)
+        if self._num_backwards != micro_batches:
+            raise ProtocolError(
+                "stale_step",
+                f"step {step} has gradients of {self._num_backwards} micro-batches, not of "
+                f"{micro_batches}",
+            )
+        if not (math.isfinite(self.compute_squared_norm(step)) and math.isfinite(scale)):
+            raise ProtocolError("bad_tensor", f"the gradients of step {step} are not finite")
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        for value in self._parameters.values():
+            if value.grad is not None:
+                value.grad.mul_(scale)
+        self._optimizer.step()
+        self.applied += 1
+        self._clear()
+
+    def export(self) -> dict[str, Tensor]:
+        """Copies of the parameters and of the optimizer's state, by unique names, on the CPU."""
+        found: dict[str, Tensor] = {}
+        for name, value in self._parameters.items():
+            found[f"adapter.{name}"] = value
+            for key, state in self._optimizer.state.get(value, {}).items():
+                found[f"optimizer.{key}.{name}"] = torch.as_tensor(state)
+        return {name: value.detach().cpu().clone() for name, value in found.items()}
+
+    def restore(self, applied: int, tensors: Mapping[str, Tensor]) -> None:
+        """Continue after `applied` steps with what `export` returned then.
+
+        Raises `ProtocolError` for names or shapes of another span or adapter, or other numbers.
+        """
+        expected = {f"adapter.{name}": value for name, value in self._parameters.items()}
+        if missing := sorted(set(expected) - set(tensors)):
+            raise ProtocolError("bad_tensor", f"the state lacks {missing[0]}")
+        states: dict[str, dict[str, Tensor]] = {name: {} for name in self._parameters}
+        for name, value in tensors.items():
+            kind, _, rest = name.partition(".")
+            key, _, owner = rest.partition(".") if kind == "optimizer" else ("", "", rest)
+            if kind not in ("adapter", "optimizer") or owner not in states:
+                raise ProtocolError("bad_tensor", f"the state of another span or adapter: {name}")
+            if value.numel() > 1 and value.shape != self._parameters[owner].shape:
+                raise ProtocolError("bad_tensor", f"{name} has shape {list(value.shape)}")
+            _require_finite(value, name)
+            if key:
+                states[owner][key] = value
+        with torch.no_grad():
+            for name, parameter in expected.items():
+                parameter.copy_(tensors[name])
+        self._optimizer.state.clear()
+        for name, state in states.items():
+            parameter = self._parameters[name]
+            if state:
+                self._optimizer.state[parameter] = {
+                    key: value.clone() if key == "step" else value.clone().to(parameter.device)
+                    for key, value in state.items()
+                }
+        self.applied = applied
+        self._clear()
+
+    def _require_current(self, step: int) -> None:
+        if step != self.applied:
+            raise ProtocolError(
+                "stale_step", f"step {step} is not the next: {self.applied} steps were applied"
+            )
+
+    def _clear(self) -> None:
+        self._attempt += 1
+        self._kept.clear()
+        self._num_backwards = 0
+        for value in self._parameters.values():
+            value.grad = None
+
+
+def compute_clip_scale(squared_norms: list[float], max_norm: float | None) -> float:
+    """Factor that bounds the norm of all nodes' gradients together, as torch's clipping does.
+
+    `squared_norms` are those of the spans; None as `max_norm` does not bound.
+    """
+    if max_norm is None:
+        return 1.0
+    return min(1.0, max_norm / (math.sqrt(sum(squared_norms)) + MAX_NORM_EPS))
+
+
+def _require_finite(tensor: Tensor, what: str) -> None:
+    if not bool(torch.isfinite(tensor).all()):
+        raise ProtocolError("bad_tensor", f"{what}: not all numbers are finite")
