@@ -24,16 +24,16 @@ def hub(tiny: Callable[[str], Path]) -> Iterator[FakeHub]:
         yield hub
 
 
-@pytest.fixture(scope="module")
-def pool(
-    tmp_path_factory: pytest.TempPathFactory, hub: FakeHub, tiny: Callable[[str], Path]
-) -> Iterator[Pool]:
-    """A machine that holds nothing but models of `org`, with 0.1 MB of disk for downloads."""
-    folder = tmp_path_factory.mktemp("wishes")
-    shutil.copytree(tiny("llama"), folder / "cache" / FORBIDDEN)
+@pytest.fixture
+def pool(tmp_path: Path, hub: FakeHub, tiny: Callable[[str], Path]) -> Iterator[Pool]:
+    """A machine that holds nothing but models of `org`, with 0.1 MB of disk for downloads.
+
+    Of one test: a machine starts processes while it runs, which measure it.
+    """
+    shutil.copytree(tiny("llama"), tmp_path / "cache" / FORBIDDEN)
     limits = ["--pool-models", "org/*", "--pool-disk-gib", "0.0001"]
-    limits += ["--cache-dir", str(folder / "machine")]
-    with open_pool(folder, [limits]) as pool:
+    limits += ["--cache-dir", str(tmp_path / "machine")]
+    with open_pool(tmp_path, [limits]) as pool:
         yield pool
 
 

@@ -28,7 +28,9 @@ class Assignments:
     def __init__(self) -> None:
         self._published: dict[PeerId, tuple[tuple[AssignedSpan, ...], float]] = {}
         self._assigned_at: dict[tuple[PeerId, str], float] = {}
-        self._avoided_until: dict[tuple[PeerId, str], float] = {}
+        self._avoided: dict[tuple[PeerId, str], tuple[float, str]] = {}
+        """Until when a machine is not asked for a model again, and why. Its offer says that only
+        until it is no longer told to hold the model."""
         self._claimed_at: dict[tuple[PeerId, str], float] = {}
         """Since when a machine has claimed to serve a model without a node that is seen to."""
 
@@ -37,7 +39,17 @@ class Assignments:
         self._published = {peer: each for peer, each in self._published.items() if peer in peers}
 
     def is_avoided(self, peer: PeerId, name: str) -> bool:
-        return time.monotonic() < self._avoided_until.get((peer, name), 0.0)
+        return time.monotonic() < self._avoided.get((peer, name), (0.0, ""))[0]
+
+    def refusals(self, name: str, peers: Collection[PeerId]) -> list[str]:
+        """Reasons that these machines gave for not holding a model, while they are avoided."""
+        return sorted(
+            {
+                reason
+                for (peer, model), (_, reason) in self._avoided.items()
+                if model == name and reason and peer in peers and self.is_avoided(peer, name)
+            }
+        )
 
     def record_assigned(self, peer: PeerId, name: str) -> None:
         self._assigned_at[peer, name] = time.monotonic()
@@ -52,11 +64,12 @@ class Assignments:
         offer = round_.offers[peer]
         held = {each.model: each for each in offer.held}
         lost = {
-            each.model
+            each.model: each.reason
             for each in offer.held
             if each.state in ("refused", "failed") or self._is_unseen(round_, peer, each)
         }
-        self._avoided_until |= {(peer, name): time.monotonic() + AVOID_S for name in lost}
+        until = time.monotonic() + AVOID_S
+        self._avoided |= {(peer, name): (until, reason) for name, reason in lost.items()}
         if peer not in self._published:
             spans = tuple(
                 _as_assigned(each, shapes)

@@ -348,7 +348,7 @@ class PoolBuilder:
         machines: Sequence[PoolMachine],
     ) -> None:
         name = wanted.model
-        refusals = round_.refusals(name)
+        refusals = self._assignments.refusals(name, round_.offers)
         if not round_.offers:
             reason = "no machine is on offer yet"
             if round_.disobedient:

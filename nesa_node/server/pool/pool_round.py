@@ -49,11 +49,6 @@ class PoolRound:
                     found[peer] = held, nodes.pop(PeerId(held.node))
         return found
 
-    def refusals(self, name: str) -> list[str]:
-        """Reasons that machines give for not holding a model."""
-        held = (each for offer in self.offers.values() for each in offer.held)
-        return sorted({each.reason for each in held if each.model == name and each.reason})
-
     def is_releasing(self) -> bool:
         """Whether a machine still holds what it was told to give back: its memory is free soon."""
         return any(

@@ -261,6 +261,23 @@ async def test_a_machine_that_failed_is_not_asked_again(bench: Bench) -> None:
     assert bench.assigned("a") == [], "asked again as soon as its offer no longer says so"
 
 
+async def test_why_no_machine_holds_a_model_is_still_known_when_offers_no_longer_say_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.want(wanted())
+    bench.offer("a", 9)
+    await bench.run_round()
+    bench.notices[Offer, POOL].clear()
+    bench.offer("a", 9, holding(0, 8, "failed", "the disk is full"))
+    await bench.run_round()
+    # It is no longer told to hold the model, and drops the reason from its offer.
+    bench.notices[Offer, POOL].clear()
+    bench.offer("a", 9)
+    monkeypatch.setattr(pool_builder, "REFUSE_AFTER_S", 0.0)
+    [swarm] = (await bench.run_round()).swarms
+    assert (swarm.state, swarm.reason) == ("refused", "all machines refuse: the disk is full")
+
+
 async def test_a_removed_swarm_is_released_by_a_successor_too(bench: Bench) -> None:
     bench.offer("a", 9, holding(0, 8))
     bench.want()
