@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from nesa_node.engine.kernels.native import decoder_ops, matmul
+from nesa_node.engine.kernels.native import decoder_ops, low_rank, matmul
 from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
 from nesa_node.engine.kernels.native.matmul import amx_matmul
 
@@ -30,6 +30,8 @@ FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
     "attend": decoder_ops.paged_attention,
     "activate": decoder_ops.silu_and_mul,
     "tiles": amx_matmul,
+    "lora_shrink": low_rank.lora_shrink,
+    "lora_expand": low_rank.lora_expand,
 }
 
 
