@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from nesa_node.engine.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftFolder
 from nesa_node.engine.weights.checkpoint import list_weight_files
 from nesa_node.engine.weights.families import get_family, read_config, read_raw_config
 from nesa_node.engine.weights.files import INDEX_FILE, read_header
@@ -112,6 +113,36 @@ def _headers() -> Iterator[Parse]:
         yield parse
 
 
+def _adapter(folder: Path) -> None:
+    if not (folder / WEIGHTS_FILE).exists():
+        (folder / WEIGHTS_FILE).write_bytes(_adapter_weights())
+    PeftFolder.open(folder).modules("model.layers", 4, ["self_attn.q_proj"])
+
+
+def _adapter_weights() -> bytes:
+    """A header of two matrices for each of three blocks, which share their bytes."""
+    entries = {
+        f"base_model.model.model.layers.{block}.self_attn.q_proj.lora_{side}.weight": {
+            "dtype": "F32",
+            "shape": shape,
+            "data_offsets": [0, 256],
+        }
+        for block in range(3)
+        for side, shape in (("A", [4, 16]), ("B", [16, 4]))
+    }
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(256)
+
+
+def _adapter_seeds() -> list[bytes]:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True, "bias": "none"}
+    patterns = {"q_proj": 4, r"layers\.[0-1]\..*k_proj": 8, "^model.layers.2|v_proj": 2}
+    return [
+        json.dumps(config).encode(),
+        json.dumps({**config, "rank_pattern": patterns, "alpha_pattern": patterns}).encode(),
+    ]
+
+
 def _index_seeds() -> list[bytes]:
     return [json.dumps({"metadata": {}, "weight_map": {"x": "a.safetensors"}}).encode()]
 
@@ -151,6 +182,12 @@ TARGETS: dict[str, Target] = {
         open=_file(INDEX_FILE, _index),
         seeds=_index_seeds,
         tokens=(*JSON, b".safetensors", b"../"),
+        weight=0.4,
+    ),
+    "adapter_config": Target(
+        open=_file(CONFIG_FILE, _adapter),
+        seeds=_adapter_seeds,
+        tokens=(*JSON, b".*", b"[0-9]+", b"\\\\.", b"q_proj"),
         weight=0.4,
     ),
     "swarm_file": Target(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from nesa_node.engine.adapters.served_adapter import ServedAdapter
 from nesa_node.engine.cache.pages import PagePool, PageTable
 
 ATTENTION_NAME = "nesa_pages"
@@ -29,6 +30,8 @@ class RowChunk:
 
     table: PageTable
     count: int
+    adapter: ServedAdapter | None = None
+    """None: the base model. Pages hold what their adapter computed; the caller keeps them apart."""
 
 
 @dataclass(slots=True)

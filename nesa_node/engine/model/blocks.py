@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from nesa_node.compression.tensors import BufferRange, HiddenStates
-from nesa_node.core.errors import ContextLengthError
+from nesa_node.core.errors import ContextLengthError, UnsupportedModelError
 from nesa_node.core.ids import Span
+from nesa_node.engine.adapters.peft_folder import MAX_ADAPTER_BYTES, PeftFolder
+from nesa_node.engine.adapters.segments import AdapterSegments
+from nesa_node.engine.adapters.served_adapter import ServedAdapter, ServedLinear, SpanLayout
 from nesa_node.engine.cache.paged_attention import PackedRows, RowCache, RowChunk
 from nesa_node.engine.cache.pages import PagePool
 from nesa_node.engine.kernels.quantized_linear import QuantizedLinear
@@ -106,6 +111,11 @@ class ModelBlocks:
                 self._compiled_decoder = CompiledDecoder(decoder.ordered_layers)
         self._family = checkpoint.family
         self._kv_heads = checkpoint.family.cache_heads(checkpoint.config)
+        self._segments: AdapterSegments | None = None
+        """Shared by selections; None where blocks differ in their linear layers."""
+        self._unhooked: list[tuple[nn.Module, int, int]] = []
+        """Linear layers that have no hook yet, with block and index in the layout."""
+        self._prepare_adapters(checkpoint)
         self._selections: dict[Span, ModelBlocks] = {}
 
     @property
@@ -125,6 +135,55 @@ class ModelBlocks:
         if isinstance(self._decoder, FusedDecoder):
             return [layer.split() for layer in self._decoder.ordered_layers]
         return [_split_layer(layer) for layer in getattr(self._decoder, self._family.layers_name)]
+
+    @property
+    def adapter_layout(self) -> SpanLayout:
+        """What adapters have to fit. It is that of the whole loaded span, for parts of it too.
+
+        Raises `UnsupportedModelError` where blocks differ in their linear layers.
+        """
+        if self._segments is None:
+            raise UnsupportedModelError("this model's blocks differ; adapters cannot be served")
+        return self._segments.layout
+
+    def load_adapter(
+        self, folder: Path | PeftFolder, *, max_bytes: int = MAX_ADAPTER_BYTES
+    ) -> ServedAdapter:
+        """Load the part of a LoRA adapter that belongs to the loaded span, for `RowChunk.adapter`.
+
+        May run in any thread, beside iterations. Blocks it, and raises as `ServedAdapter.load` and
+        `adapter_layout` do.
+        """
+        return ServedAdapter.load(folder, self.adapter_layout, max_bytes=max_bytes)
+
+    def _prepare_adapters(self, checkpoint: Checkpoint) -> None:
+        if isinstance(self._decoder, FusedDecoder):
+            of_blocks = [layer.served_linears() for layer in self._decoder.ordered_layers]
+        else:
+            of_blocks = []
+            for block, parts in enumerate(self.split_layers(), self.span.start):
+                linears = {
+                    name: part for name, part in parts.items() if isinstance(part, nn.Module)
+                }
+                self._unhooked += [
+                    (linear, block, index) for index, linear in enumerate(linears.values())
+                ]
+                of_blocks.append(
+                    tuple(_describe_linear(name, linear) for name, linear in linears.items())
+                )
+        first, *others = of_blocks
+        if any(linears != first for linears in others):
+            return
+        self._segments = AdapterSegments(
+            SpanLayout(
+                self.span,
+                checkpoint.num_blocks,
+                checkpoint.family.layers_path,
+                first,
+                self.dtype,
+                self.device,
+            )
+        )
 
     def select(self, span: Span) -> ModelBlocks:
         """Return a sub-span that shares these weights. Raises `ValueError` outside this span."""
@@ -158,7 +217,7 @@ class ModelBlocks:
         Every run's table must have room (`reserve`) and belong to a pool that covers this span.
         `hidden_TD` may have any floating dtype and device, and is not modified. The result [T, D]
         has this span's dtype and device. If it raises, all rows keep their length. Raises
-        `ContextLengthError`, and `ValueError` for a wrong shape or another span's pool.
+        `ContextLengthError`, and `ValueError` for a wrong shape, or another span's pool or adapter.
         """
         self._check(hidden_TD.shape, runs)
         return self._run_on_tuned_threads(lambda: self._forward(hidden_TD, runs), len(hidden_TD))
@@ -172,21 +231,43 @@ class ModelBlocks:
     def _forward(self, hidden_TD: Tensor, runs: Sequence[RowChunk]) -> Tensor:
         packed = self._pack(runs)
         inputs_TD = hidden_TD.to(device=self.device, dtype=self.dtype)
-        if packed is None:
-            output_TD = self._forward_row_by_row(inputs_TD[None], runs)
-        elif compiled := self._compiled_decoder_for(packed):
-            inputs_TD = inputs_TD.contiguous()
-            output_TD = torch.empty_like(inputs_TD)
-            source, target = BufferRange.from_tensor(inputs_TD), BufferRange.from_tensor(output_TD)
-            compiled.run(self._decoder, [source], [target], packed)
-        elif isinstance(self._decoder, FusedDecoder):
-            output_TD = self._decoder.forward(inputs_TD, packed)
-        else:
-            output_TD = self._call_decoder(
-                inputs_TD[None], packed.positions_1T, packed, packed=packed
-            )
+        with self._begin_segments(runs) as segments:
+            if packed is None:
+                output_TD = self._forward_row_by_row(inputs_TD[None], runs, segments)
+            elif compiled := self._compiled_decoder_for(packed, segments):
+                inputs_TD = inputs_TD.contiguous()
+                output_TD = torch.empty_like(inputs_TD)
+                source = BufferRange.from_tensor(inputs_TD)
+                target = BufferRange.from_tensor(output_TD)
+                compiled.run(self._decoder, [source], [target], packed, segments)
+            elif isinstance(self._decoder, FusedDecoder):
+                output_TD = self._decoder.forward(inputs_TD, packed, segments)
+            else:
+                output_TD = self._call_decoder(
+                    inputs_TD[None], packed.positions_1T, packed, packed=packed
+                )
         _advance_lengths(runs)
         return output_TD
+
+    @contextmanager
+    def _begin_segments(self, runs: Sequence[RowChunk]) -> Iterator[AdapterSegments | None]:
+        """Begin an iteration with adapters; None if no run has one."""
+        for run in runs:
+            if run.adapter is not None:
+                break
+        else:
+            yield None
+            return
+        segments = self._segments
+        assert segments is not None
+        while self._unhooked:
+            linear, block, index = self._unhooked.pop()
+            linear.register_forward_hook(partial(_add_low_rank, segments, block, index))
+        segments.begin([(run.adapter, run.count) for run in runs])
+        try:
+            yield segments
+        finally:
+            segments.end()
 
     def forward_buffers(self, pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:
         """Run `forward` on buffers: `pieces` are the packed tokens of `runs`, in the same order.
@@ -201,12 +282,15 @@ class ModelBlocks:
 
     def _forward_buffers(self, pieces: Sequence[TokenSlice], runs: Sequence[RowChunk]) -> None:
         packed = self._pack(runs)
-        if packed is not None and (compiled := self._compiled_decoder_for(packed, pieces)):
-            inputs = [piece.buffers.hidden.buffer_range(piece.start, piece.end) for piece in pieces]
-            outputs = [piece.buffers.output_range(piece.start, piece.end) for piece in pieces]
-            compiled.run(self._decoder, inputs, outputs, packed)
-            _advance_lengths(runs)
-            return
+        with self._begin_segments(runs) as segments:
+            if packed is not None and (
+                compiled := self._compiled_decoder_for(packed, segments, pieces)
+            ):
+                inputs = [each.buffers.hidden.buffer_range(each.start, each.end) for each in pieces]
+                outputs = [each.buffers.output_range(each.start, each.end) for each in pieces]
+                compiled.run(self._decoder, inputs, outputs, packed, segments)
+                _advance_lengths(runs)
+                return
         parts = [piece.buffers.hidden.tensor_TD[piece.start : piece.end] for piece in pieces]
         if len({part_LD.dtype for part_LD in parts}) > 1:
             parts = [part_LD.to(self.dtype) for part_LD in parts]
@@ -219,20 +303,29 @@ class ModelBlocks:
         return PackedRows(runs[0].table.pool, runs) if self._family.packs_rows else None
 
     def _compiled_decoder_for(
-        self, packed: PackedRows, pieces: Sequence[TokenSlice] = ()
+        self,
+        packed: PackedRows,
+        segments: AdapterSegments | None,
+        pieces: Sequence[TokenSlice] = (),
     ) -> CompiledDecoder | None:
         """The compiled decoder, if it supports this batch."""
         compiled = self._compiled_decoder
         if compiled is None or not compiled.supports(packed):
+            return None
+        if segments is not None and not segments.is_native:
             return None
         for piece in pieces:
             if piece.buffers.hidden.dtype != self.dtype or piece.buffers.dtype != self.dtype:
                 return None
         return compiled
 
-    def _forward_row_by_row(self, inputs_1TD: Tensor, runs: Sequence[RowChunk]) -> Tensor:
+    def _forward_row_by_row(
+        self, inputs_1TD: Tensor, runs: Sequence[RowChunk], segments: AdapterSegments | None
+    ) -> Tensor:
         outputs, start = [], 0
         for run in runs:
+            if segments is not None:
+                segments.begin([(run.adapter, run.count)])
             end = run.table.length + run.count
             positions_1L = torch.arange(run.table.length, end, device=self.device)[None]
             inputs_1LD = inputs_1TD[:, start : start + run.count]
@@ -268,6 +361,9 @@ class ModelBlocks:
             if run.count < 1:
                 raise ValueError(f"expected runs of at least one token, got {run.count}")
             end, room = run.table.length + run.count, run.table.capacity
+            adapter = run.adapter
+            if adapter is not None and adapter.layout is not self.adapter_layout:
+                raise ValueError(f"an adapter of blocks {adapter.layout.span}, loaded elsewhere")
             if end > self.context_length:
                 raise ContextLengthError(f"{end} tokens; the model holds {self.context_length}")
             if end > room:
@@ -279,6 +375,23 @@ class ModelBlocks:
 def _advance_lengths(runs: Sequence[RowChunk]) -> None:
     for run in runs:
         run.table.length += run.count
+
+
+def _describe_linear(name: str, linear: Any) -> ServedLinear:
+    return ServedLinear.join(linear.in_features, {name: linear.out_features})
+
+
+def _add_low_rank(
+    segments: AdapterSegments,
+    block: int,
+    index: int,
+    _: nn.Module,
+    inputs: tuple[Tensor, ...],
+    output: Tensor,
+) -> None:
+    """Forward hook of a linear layer: add the products of the running iteration's adapters."""
+    input_TI = inputs[0].reshape(-1, inputs[0].shape[-1]).contiguous()
+    segments.add(block, index, input_TI, output.view(-1, output.shape[-1]))
 
 
 def _split_layer(layer: nn.Module) -> dict[str, nn.Module | Tensor]:

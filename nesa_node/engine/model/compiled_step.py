@@ -23,11 +23,20 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from nesa_node.compression.tensors import BufferRange
+from nesa_node.engine.adapters.segments import AdapterSegments
 from nesa_node.engine.cache.paged_attention import PackedRow, PackedRows
 from nesa_node.engine.cache.pages import PagePool
 from nesa_node.engine.kernels.linear import DTYPE_NAMES, FastLinear, KernelLaunch
 from nesa_node.engine.kernels.machine_code import NativeFunction, compile_functions
-from nesa_node.engine.model.fused_decoder import FusedDecoder, FusedLayer, RMSNorm
+from nesa_node.engine.model.fused_decoder import (
+    DOWN,
+    GATE_UP,
+    OUTPUT,
+    QKV,
+    FusedDecoder,
+    FusedLayer,
+    RMSNorm,
+)
 
 COMPILED_MAX_TOKENS = 32
 """Tokens in a step. Above, torch's whole-tensor operations are cheap and its attention faster."""
@@ -86,9 +95,14 @@ class CompiledStep:
         tokens: int,
         rotary_tables: tuple[Tensor, Tensor],
         pool: PagePool,
+        segments: AdapterSegments | None,
     ) -> None:
-        """`rotary_tables`: cosines and signed sines [P, 1, E]."""
+        """`rotary_tables`: cosines and signed sines [P, 1, E].
+
+        With `segments` it also computes the products of any adapters that these begin with.
+        """
         self._functions = functions
+        self._segments = segments
         self._buffers = buffers
         self._tokens = tokens
         self._rotary_tables = rotary_tables
@@ -145,7 +159,7 @@ class CompiledStep:
         code, step, added_TD = self._functions, self._step, self._update_TD
         normed_TD = self._add_norm(layer.input_norm)
         qkv = self._buffer("qkv", (layer.num_q_heads + 2 * layer.num_kv_heads) * layer.head_dim)
-        self._add_matmul(layer.qkv_proj, normed_TD, qkv)
+        self._add_matmul(layer, QKV, normed_TD, qkv)
         if layer.qk_norm is not None:
             self._calls.append(partial(_normalize_queries_and_keys, layer, qkv))
             self._uses_torch = True
@@ -164,14 +178,14 @@ class CompiledStep:
         self._calls.append(rotate.run)
         attended = self._buffer("attended", layer.num_q_heads * layer.head_dim)
         self._calls.append(_AttentionCall(code.paged_attention, layer, qkv, cache, attended, step))
-        self._add_matmul(layer.o_proj, attended, added_TD)
+        self._add_matmul(layer, OUTPUT, attended, added_TD)
         normed_TD = self._add_norm(layer.post_attention_norm)
         inner = layer.down_proj.in_features
         gate_up, active_TF = self._buffer("gate and up", 2 * inner), self._buffer("active", inner)
-        self._add_matmul(layer.gate_up_proj, normed_TD, gate_up)
+        self._add_matmul(layer, GATE_UP, normed_TD, gate_up)
         fields = gate_up.data_ptr(), active_TF.data_ptr(), self._tokens, inner
         self._calls.append(code.silu_and_mul.bind(*fields).run)
-        self._add_matmul(layer.down_proj, active_TF, added_TD)
+        self._add_matmul(layer, DOWN, active_TF, added_TD)
 
     def _add_norm(self, norm: RMSNorm) -> Tensor:
         normed_TD = self._buffer("normed", self._hidden_size)
@@ -188,7 +202,10 @@ class CompiledStep:
         self._calls.append(job.run)
         return normed_TD
 
-    def _add_matmul(self, linear: Any, input_TI: Tensor, output_TO: Tensor) -> None:
+    def _add_matmul(
+        self, layer: FusedLayer, index: int, input_TI: Tensor, output_TO: Tensor
+    ) -> None:
+        linear: Any = (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)[index]
         calls = None
         if isinstance(linear, FastLinear):
             calls = linear.bind_into(input_TI, self._buffers.scratch, output_TO)
@@ -197,6 +214,8 @@ class CompiledStep:
             self._uses_torch = True
         self._calls += calls
         self._references.append(linear)
+        if self._segments is not None:
+            self._calls.append(self._segments.bind(layer.layer_idx, index, input_TI, output_TO))
 
     def _buffer(self, name: str, width: int) -> Tensor:
         return self._buffers.get(name, self._tokens, width, self._dtype)
@@ -367,7 +386,7 @@ class CompiledDecoder:
             raise ValueError("there is no machine code for this processor")
         self._functions = DecoderFunctions(*functions)
         self._buffers = ScratchBuffers(COMPILED_MAX_TOKENS)
-        self._steps: dict[tuple[int, int, int, int], CompiledStep] = {}
+        self._steps: dict[tuple[int, int, int, int, bool], CompiledStep] = {}
         """Least recently used first."""
 
     def supports(self, packed: PackedRows) -> bool:
@@ -386,19 +405,28 @@ class CompiledDecoder:
         inputs: Iterable[BufferRange],
         outputs: Iterable[BufferRange],
         packed: PackedRows,
+        segments: AdapterSegments | None = None,
     ) -> None:
         """Run `decoder.forward` from memory to memory, in the layers' dtype.
 
-        `decoder` has all or some of the layers that this object was made for.
+        `decoder` has all or some of the layers that this object was made for. `segments` are
+        always the same, and compute in machine code (`is_native`).
         """
         tokens, layers = packed.tokens, decoder.ordered_layers
         rotary_tables = decoder.rotary_cache.tables_for(packed.max_length)
         # Sub-spans share this object.
-        key = tokens, layers[0].layer_idx, len(layers), torch.get_num_threads()
+        threads = torch.get_num_threads()
+        key = tokens, layers[0].layer_idx, len(layers), threads, segments is not None
         program = self._steps.get(key)
         if program is None or not program.is_valid_for(rotary_tables, packed.pool):
             program = CompiledStep(
-                self._functions, layers, self._buffers, tokens, rotary_tables, packed.pool
+                self._functions,
+                layers,
+                self._buffers,
+                tokens,
+                rotary_tables,
+                packed.pool,
+                segments,
             )
         self._steps.pop(key, None)
         self._steps[key] = program

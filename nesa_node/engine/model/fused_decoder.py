@@ -17,12 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from nesa_node.core.ids import Span
+from nesa_node.engine.adapters.segments import AdapterSegments
+from nesa_node.engine.adapters.served_adapter import ModelLayer, ServedLinear
 from nesa_node.engine.cache.paged_attention import PackedRows
 from nesa_node.engine.kernels.linear import make_linear
 from nesa_node.engine.kernels.machine_code import concatenate_in_huge_pages
 from nesa_node.engine.kernels.quantized_linear import QuantizedLinear
 
 MIN_ROTARY_POSITIONS = 1024
+QKV, OUTPUT, GATE_UP, DOWN = range(4)
+"""Indices of `FusedLayer.served_linears`."""
 
 
 class RotaryCache:
@@ -90,22 +94,28 @@ class FusedLayer(nn.Module):
             norm_eps = attention.q_norm.variance_epsilon
             self.qk_norm = RMSNorm(torch.cat((query_QE, key_HE)), norm_eps)
 
+    def served_linears(self) -> tuple[ServedLinear, ...]:
+        """The layer's products, by the names of transformers' layer."""
+        hidden, inner = len(self.input_norm.weight), self.down_proj.in_features
+        queries, keys = (count * self.head_dim for count in (self.num_q_heads, self.num_kv_heads))
+        return (
+            ServedLinear.join(
+                hidden,
+                {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys},
+            ),
+            ServedLinear.join(queries, {"self_attn.o_proj": hidden}),
+            ServedLinear.join(hidden, {"mlp.gate_proj": inner, "mlp.up_proj": inner}),
+            ServedLinear.join(inner, {"mlp.down_proj": hidden}),
+        )
+
     def split(self) -> dict[str, nn.Module | Tensor]:
         """Linear layers and norm weights by the names of transformers' layer, in shared memory."""
-        heads = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)
+        qkv, output, gate_up, down = (linear.layers for linear in self.served_linears())
         parts: dict[str, nn.Module | Tensor] = {
-            **_split_linear(
-                self.qkv_proj,
-                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-                [count * self.head_dim for count in heads],
-            ),
-            "self_attn.o_proj": self.o_proj,
-            **_split_linear(
-                self.gate_up_proj,
-                ("mlp.gate_proj", "mlp.up_proj"),
-                [self.down_proj.in_features] * 2,
-            ),
-            "mlp.down_proj": self.down_proj,
+            **_split_linear(self.qkv_proj, qkv),
+            output[0].name: self.o_proj,
+            **_split_linear(self.gate_up_proj, gate_up),
+            down[0].name: self.down_proj,
             "input_layernorm.weight": self.input_norm.weight,
             "post_attention_layernorm.weight": self.post_attention_norm.weight,
         }
@@ -115,20 +125,37 @@ class FusedLayer(nn.Module):
         return parts
 
     def forward(
-        self, hidden_TD: Tensor, rotation: tuple[Tensor, Tensor], packed: PackedRows
+        self,
+        hidden_TD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        packed: PackedRows,
+        segments: AdapterSegments | None = None,
     ) -> Tensor:
         """Run the layer on [T, D]. `rotation`: cosines and signed sines [T, 1, E]."""
-        hidden_TD = self._attention(hidden_TD, rotation, packed).add_(hidden_TD)
-        gate_up = self.gate_up_proj.forward(self.post_attention_norm.forward(hidden_TD))
+        hidden_TD = self._attention(hidden_TD, rotation, packed, segments).add_(hidden_TD)
+        normed_TD = self.post_attention_norm.forward(hidden_TD)
+        gate_up = self.gate_up_proj.forward(normed_TD)
+        if segments is not None:
+            segments.add(self.layer_idx, GATE_UP, normed_TD, gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        output_TD: Tensor = self.down_proj.forward(self.act_fn.forward(gate).mul_(up))
+        active_TF = self.act_fn.forward(gate).mul_(up)
+        output_TD: Tensor = self.down_proj.forward(active_TF)
+        if segments is not None:
+            segments.add(self.layer_idx, DOWN, active_TF, output_TD)
         return output_TD.add_(hidden_TD)
 
     def _attention(
-        self, hidden_TD: Tensor, rotation: tuple[Tensor, Tensor], packed: PackedRows
+        self,
+        hidden_TD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        packed: PackedRows,
+        segments: AdapterSegments | None,
     ) -> Tensor:
         tokens = len(hidden_TD)
-        qkv = self.qkv_proj.forward(self.input_norm.forward(hidden_TD))
+        normed_TD = self.input_norm.forward(hidden_TD)
+        qkv = self.qkv_proj.forward(normed_TD)
+        if segments is not None:
+            segments.add(self.layer_idx, QKV, normed_TD, qkv)
         qkv = qkv.view(tokens, -1, self.head_dim)
         turned = qkv[:, : self.num_rotary_heads]
         if self.qk_norm is not None:
@@ -144,7 +171,10 @@ class FusedLayer(nn.Module):
         attended = packed.compute_attention(
             self.layer_idx, turned[:, : self.num_q_heads], self.scaling, window=self.window
         )
-        output_TD: Tensor = self.o_proj.forward(attended.reshape(tokens, -1))
+        attended = attended.reshape(tokens, -1)
+        output_TD: Tensor = self.o_proj.forward(attended)
+        if segments is not None:
+            segments.add(self.layer_idx, OUTPUT, attended, output_TD)
         return output_TD
 
 
@@ -178,18 +208,16 @@ def _concatenate_linears(*linears: Any) -> nn.Module:
     return make_linear(weight_OI, torch.cat(known) if known else None)
 
 
-def _split_linear(linear: Any, names: Sequence[str], rows: Sequence[int]) -> dict[str, nn.Module]:
+def _split_linear(linear: Any, layers: Sequence[ModelLayer]) -> dict[str, nn.Module]:
     """The layers that `_concatenate_linears` made `linear` of, by name."""
     parts: dict[str, nn.Module] = {}
-    start = 0
-    for name, count in zip(names, rows, strict=True):
-        end = start + count
+    for layer in layers:
+        start, end = layer.start, layer.start + layer.count
         if isinstance(linear, QuantizedLinear):
-            parts[name] = linear.select_rows(start, end)
+            parts[layer.name] = linear.select_rows(start, end)
         else:
             bias_O = None if linear.bias is None else linear.bias.data[start:end]
-            parts[name] = make_linear(linear.weight.data[start:end], bias_O)
-        start = end
+            parts[layer.name] = make_linear(linear.weight.data[start:end], bias_O)
     return parts
 
 
@@ -222,10 +250,15 @@ class FusedDecoder(nn.Module):
         part._modules = {**self._modules, "layers": nn.ModuleList(part.ordered_layers)}
         return part
 
-    def forward(self, hidden_TD: Tensor, packed: PackedRows) -> Tensor:
-        """Run all layers on hidden states [T, D]; returns the last layer's output [T, D]."""
+    def forward(
+        self, hidden_TD: Tensor, packed: PackedRows, segments: AdapterSegments | None = None
+    ) -> Tensor:
+        """Run all layers on hidden states [T, D]; returns the last layer's output [T, D].
+
+        `segments` have begun with the rows of `packed`; None: no row has an adapter.
+        """
         cos_P1E, sin_P1E = self.rotary_cache.tables_for(packed.max_length)
         rotation = packed.gather_by_position(cos_P1E), packed.gather_by_position(sin_P1E)
         for layer in self.ordered_layers:
-            hidden_TD = layer.forward(hidden_TD, rotation, packed)
+            hidden_TD = layer.forward(hidden_TD, rotation, packed, segments)
         return hidden_TD

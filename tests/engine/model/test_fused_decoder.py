@@ -299,8 +299,8 @@ def test_few_programs_are_kept(models_dir: Path) -> None:
     programs = blocks._compiled_decoder._steps
     assert len(programs) == MAX_COMPILED_STEPS
     threads = torch.get_num_threads()
-    assert (COMPILED_MAX_TOKENS, 2, 2, threads) in programs
-    assert (1, 1, 3, threads) not in programs
+    assert (COMPILED_MAX_TOKENS, 2, 2, threads, False) in programs
+    assert (1, 1, 3, threads, False) not in programs
 
 
 def test_a_pool_is_not_held(models_dir: Path) -> None:
