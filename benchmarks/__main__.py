@@ -16,6 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from benchmarks import (
+    adapters,
     changes,
     churn,
     codecs,
@@ -52,6 +53,7 @@ from nesa_node.core.errors import ConfigError
 from nesa_node.core.logging import setup_logging
 
 BENCHMARKS: dict[str, ModuleType] = {
+    "adapters": adapters,
     "auto": auto,
     "changes": changes,
     "churn": churn,
