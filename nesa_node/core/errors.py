@@ -9,7 +9,8 @@
     │   ├── UnsupportedModelError   a family, quantization or dtype that cannot be served
     │   ├── UnsafeCheckpointError   pickled weights
     │   ├── CorruptCheckpointError  a file's hash, header or tensor is not what it should be
-    │   └── ModelMismatchError      the swarm serves another copy of the model
+    │   ├── ModelMismatchError      the swarm serves another copy of the model
+    │   └── AdapterError            a folder that is no adapter, or none of this model; none found
     ├── ResourceError
     │   ├── InsufficientMemoryError
     │   ├── DiskLimitError
@@ -75,6 +76,10 @@ class CorruptCheckpointError(ModelError):
 
 
 class ModelMismatchError(ModelError):
+    pass
+
+
+class AdapterError(ModelError):
     pass
 
 

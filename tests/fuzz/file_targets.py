@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 import tempfile
@@ -12,11 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from nesa_node.engine.weights.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    check_adapter_folder,
+    combine_digests,
+    read_adapter_folder,
+)
 from nesa_node.engine.weights.checkpoint import list_weight_files
 from nesa_node.engine.weights.families import get_family, read_config, read_raw_config
 from nesa_node.engine.weights.files import INDEX_FILE, read_header
 from nesa_node.topology.simulation.swarm_file import parse_swarm_file
 from nesa_node.topology.snapshot_json import snapshot_from_json
+from tests.engine.adapter_folders import LAYERS, write_adapter
 from tests.fuzz.mutation import JSON
 from tests.fuzz.target import Parse, Target
 
@@ -117,6 +126,43 @@ def _index_seeds() -> list[bytes]:
 
 
 @contextmanager
+def _adapters() -> Iterator[Parse]:
+    """Two bytes of the config's length, the config, the weights, whose header's length is put
+    right unless the first bit says no. The digest is always right: a peer can compute it."""
+    with in_memory_folder() as folder:
+        config_path, weights_path = folder / ADAPTER_CONFIG_FILE, folder / ADAPTER_WEIGHTS_FILE
+
+        def parse(data: bytes) -> None:
+            length = int.from_bytes(data[:2], "little")
+            config, weights = data[2 : 2 + length], data[2 + length :]
+            if len(weights) > 8 and not weights[0] & 1:
+                before, brace, after = weights[8:].partition(b"}}")
+                header = before + brace
+                weights = struct.pack("<Q", len(header)) + header + after
+            config_path.write_bytes(config)
+            weights_path.write_bytes(weights)
+            digest = combine_digests(config, hashlib.sha256(weights).digest())
+            for layers in (LAYERS, None):
+                check_adapter_folder(folder, digest, layers)
+
+        yield parse
+
+
+def _adapter_seeds() -> list[bytes]:
+    """Whole adapters, and configs with patterns."""
+    seeds = []
+    with in_memory_folder() as folder:
+        patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3.0}}
+        changed: list[dict[str, Any]] = [{}, patterns]
+        for number, changes in enumerate(changed):
+            source = write_adapter(folder / str(number), rank=2, **changes)
+            config = read_adapter_folder(source, "tiny").config
+            weights = (source / ADAPTER_WEIGHTS_FILE).read_bytes()
+            seeds.append(len(config).to_bytes(2, "little") + config + weights)
+    return seeds
+
+
+@contextmanager
 def _swarm_files() -> Iterator[Parse]:
     yield lambda data: parse_swarm_file(data, np.random.default_rng(0))
 
@@ -152,6 +198,13 @@ TARGETS: dict[str, Target] = {
         seeds=_index_seeds,
         tokens=(*JSON, b".safetensors", b"../"),
         weight=0.4,
+    ),
+    "adapter": Target(
+        open=_adapters,
+        seeds=_adapter_seeds,
+        tokens=(*JSON, b"lora_A.weight", b"target_modules", b"base_model.model.", b"F16", b"I64"),
+        weight=0.2,
+        slow_s=0.5,
     ),
     "swarm_file": Target(
         open=_swarm_files, seeds=lambda: [json.dumps(_SWARM).encode()], tokens=JSON, weight=0.2
