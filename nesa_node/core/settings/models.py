@@ -9,7 +9,7 @@ environment, TOML file, defaults. One file or environment can serve every comman
     ├── ClientConfig    `status`, `doctor`, `eval`
     │   ├── AnswerConfig    `generate`, `chat`
     │   └── GatewayConfig   `api`
-    ├── PoolClientConfig    `swarm`
+    ├── PoolClientConfig    `swarm`, `adapters`
     └── PeerConfig      `bootstrap`
         └── OrchestratorConfig  `orchestrate`
             └── NodeConfig      `run`
@@ -53,6 +53,7 @@ from nesa_node.core.settings.declaration import (
     ModelNames,
     ModelPatterns,
     Networks,
+    NonNegativeGibibytes,
     NonNegativeInt,
     Origins,
     PeerAddresses,
@@ -354,9 +355,9 @@ class PeerConfig(MetricsConfig):
 
 
 class PoolClientConfig(SharedConfig):
-    """Settings of `swarm`, which asks for swarms of a pool's machines."""
+    """Settings of `swarm`, which asks for swarms of a pool's machines, and of `adapters`."""
 
-    identity_path: FilePath = _identity_path("Key file that signs requests.")
+    identity_path: FilePath = _identity_path("Key file that signs requests and adapters.")
     log_level: LogLevel = _log_level("warning")
 
 
@@ -473,6 +474,18 @@ class NodeConfig(OrchestratorConfig):
     )
     evict_downloads: bool = setting(
         False, "Limits", "Delete the least recently used models to stay within --max-disk-gib."
+    )
+    adapter_store_gib: NonNegativeGibibytes = setting(
+        1.0,
+        "Limits",
+        "Disk for adapters that peers publish for this model, in GiB; the least recently used are "
+        "deleted. An author gets a quarter. 0: store none.",
+    )
+    adapter_authors: PeerIds = setting(
+        (),
+        "Limits",
+        "Store and serve only adapters of this peer id; may be repeated.",
+        default_text="all authors",
     )
     pool_models: ModelPatterns = setting(
         ("*",),
