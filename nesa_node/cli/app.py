@@ -20,6 +20,7 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 from cyclopts.help import DefaultFormatter
 
 from nesa_node import __version__
+from nesa_node.cli.commands.adapters import adapters
 from nesa_node.cli.commands.daemons import api, bootstrap, dashboard, identity, orchestrate, run
 from nesa_node.cli.commands.demo import demo
 from nesa_node.cli.commands.doctor import doctor
@@ -202,6 +203,7 @@ for _command in (
     app.command(_path, name=_name, help=_command.__doc__)
 app.command(keys)
 app.command(swarm)
+app.command(adapters)
 
 
 def main() -> NoReturn:
