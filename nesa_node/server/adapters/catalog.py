@@ -59,7 +59,7 @@ def find_published(published: Iterable[PublishedAdapter], text: str) -> Publishe
     `AdapterError` where there is none, and where two authors use a name that is given alone: any
     peer may publish under any name, so that the author must be given then.
     """
-    author, _, name = text.rpartition("/")
+    author, _, name = text.removeprefix("…").rpartition("/")  # as tables show a peer id's end
     if author and len(author) < MIN_AUTHOR_CHARS:
         raise AdapterError(
             f"{text!r:.200}: give at least the last {MIN_AUTHOR_CHARS} characters of the author's "

@@ -141,6 +141,7 @@ async def test_a_name_that_two_authors_use_needs_its_author(tmp_path: Path) -> N
         found = await client.find(f"{authors[0].peer_id[-6:]}/polite")
         assert found.author == authors[0].peer_id
         assert await client.find(found.digest) == found
+        assert await client.find(f"…{authors[0].peer_id[-8:]}/polite") == found
 
 
 async def test_a_node_that_stores_none_or_other_authors_says_so(tmp_path: Path) -> None:
