@@ -25,7 +25,7 @@ import msgspec
 from filelock import FileLock
 
 from nesa_node.core.errors import AdapterError, DiskLimitError
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.weights.adapter_files import ADAPTER_CONFIG_FILE
 from nesa_node.swarm.dht.adapter_notices import AdapterNotice
@@ -147,20 +147,17 @@ class AdapterStore:
             digests=tuple(each.digest for each in notice.adapters),
             sealed=sealed,
         )
-        known = self.notice(ModelId(notice.model_id), notice.signer)
-        if known is not None and known.order >= kept.order:
-            return
         self._notices.mkdir(parents=True, exist_ok=True)
         path = self._notice_path(kept.model_id, kept.author)
         with self._lock():
-            if not path.exists():
+            known = _read_notice(path)
+            if known is not None and known.order >= kept.order:
+                return
+            if known is None:
                 self._make_room_for_notice()
             partial = path.with_suffix(".part")
             partial.write_bytes(msgspec.msgpack.encode(kept))
             partial.replace(path)
-
-    def notice(self, model_id: ModelId, author: PeerId) -> KeptNotice | None:
-        return _read_notice(self._notice_path(model_id, author))
 
     def notices(self, model_id: ModelId | None = None) -> list[KeptNotice]:
         """The notices of a model that are kept, or of all models, expired ones left out."""
