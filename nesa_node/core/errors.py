@@ -202,6 +202,14 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+def require_training() -> None:
+    """Check that PEFT is installed. Raises `ConfigError` that says what to install."""
+    if not is_installed("peft"):
+        raise ConfigError(
+            "fine-tuning needs peft: pip install 'nesa-node[train]', or '.[train]' in a clone"
+        )
+
+
 def require_node(use: str, *modules: str) -> None:
     """Check that `modules`, by default all of the extra `node`, are installed for `use`.
 

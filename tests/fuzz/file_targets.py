@@ -179,6 +179,46 @@ def _snapshot_seeds() -> list[bytes]:
     return [snapshot_to_json(read.snapshot)]
 
 
+@contextmanager
+def _training_data() -> Iterator[Parse]:
+    """The first bytes choose the kind of file."""
+    from nesa_node.client.training.records import read_examples
+    from tests.client.training.chat_tokenizers import WITH_TOOLS, make_tokenizer
+
+    tokenizer = make_tokenizer(WITH_TOOLS)
+    with in_memory_folder() as folder:
+
+        def parse(data: bytes) -> None:
+            begin = data.lstrip()[:1]
+            kind = {b"[": "json", b"{": "jsonl"}.get(begin, "txt")
+            path = folder / f"data.{kind}"
+            path.write_bytes(data)
+            for example in read_examples(path, tokenizer, max_length=64).examples:
+                assert example.num_targets
+                assert len(example) <= 64
+
+        yield parse
+
+
+def _training_data_seeds() -> list[bytes]:
+    call = {"function": {"name": "look", "arguments": {"at": 1}}}
+    messages = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sat"},
+        {"role": "assistant", "content": "on the mat"},
+    ]
+    records = [
+        {"messages": messages, "tools": [{"type": "function", "function": {"name": "look"}}]},
+        {"prompt": messages[:1], "completion": messages[1:]},
+        {"prompt": "the cat", "completion": " sat"},
+        {"text": "the cat sat"},
+    ]
+    lines = [json.dumps(record) for record in records]
+    texts = ["\n".join(lines), json.dumps(records, indent=1), "the cat\nsat\n\non the mat\n"]
+    return [text.encode() for text in (*texts, *lines)]
+
+
 TARGETS: dict[str, Target] = {
     "raw_config": Target(
         open=_file("config.json", _raw_config),
@@ -210,4 +250,11 @@ TARGETS: dict[str, Target] = {
         open=_swarm_files, seeds=lambda: [json.dumps(_SWARM).encode()], tokens=JSON, weight=0.2
     ),
     "snapshot": Target(open=_snapshots, seeds=_snapshot_seeds, tokens=JSON, weight=0.3),
+    "training_data": Target(
+        open=_training_data,
+        seeds=_training_data_seeds,
+        tokens=(*JSON, b'"role"', b'"content"', b'"assistant"', b'"prompt"', b'"completion"'),
+        weight=0.1,
+        slow_s=0.5,
+    ),
 }

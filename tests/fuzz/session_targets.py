@@ -19,13 +19,16 @@ from nesa_node.compression.codecs import (
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError, NesaError
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.protocol.messages import (
+from nesa_node.swarm.protocol.adapter_messages import (
     AdapterChunk,
     AdapterFiles,
     AdapterGet,
     AdapterHeld,
     AdapterPut,
     AdapterQuery,
+)
+from nesa_node.swarm.protocol.any_message import decode_message, encode_message, tensor_of
+from nesa_node.swarm.protocol.messages import (
     Busy,
     Close,
     Downstream,
@@ -38,9 +41,6 @@ from nesa_node.swarm.protocol.messages import (
     Received,
     RowSlice,
     Step,
-    decode_message,
-    encode_message,
-    tensor_of,
 )
 from nesa_node.swarm.protocol.stream import Stream
 from nesa_node.topology.links.matrix import MeasuredLink, pack_links, unpack_links

@@ -47,6 +47,7 @@ from nesa_node.core.settings.declaration import (
     HostNames,
     Hours,
     HttpAddressText,
+    LentGibibytes,
     ListenAddresses,
     Location,
     ModelName,
@@ -468,6 +469,12 @@ class NodeConfig(OrchestratorConfig):
     )
     attn_cache_tokens: PositiveInt | None = setting(
         None, "Limits", "Capacity of the KV cache in tokens."
+    )
+    training_gib: LentGibibytes | None = setting(
+        None,
+        "Limits",
+        "Memory for clients that fine-tune on this node's blocks, in GiB; 0 refuses them.",
+        default_text="a quarter of what the cache leaves free",
     )
     max_disk_gib: Gibibytes | None = setting(
         None, "Limits", "Largest download of model files, in GiB."

@@ -50,7 +50,7 @@ from nesa_node.server.session.message_loop import RefusalLog, receive_first_mess
 from nesa_node.swarm.dht.adapter_notices import MAX_ADAPTER_BYTES, AdapterNotice, ListedAdapter
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import verify_adapter_proof
-from nesa_node.swarm.protocol.messages import (
+from nesa_node.swarm.protocol.adapter_messages import (
     MAX_ADAPTER_DIGESTS,
     AdapterFiles,
     AdapterGet,
@@ -60,8 +60,8 @@ from nesa_node.swarm.protocol.messages import (
     AdapterRequest,
     AdapterStored,
     AdapterWanted,
-    AnyMessage,
 )
+from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.stream import MAX_BUDGET_PEERS, MessageBudget, Stream
 
 log = get_logger(__name__)

@@ -28,7 +28,7 @@ from nesa_node.engine.weights.adapter_files import (
 )
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import adapter_proof
-from nesa_node.swarm.protocol.messages import (
+from nesa_node.swarm.protocol.adapter_messages import (
     ADAPTER_PROTOCOL,
     MAX_ADAPTER_CHUNK_BYTES,
     MAX_ADAPTER_DIGESTS,
@@ -40,10 +40,8 @@ from nesa_node.swarm.protocol.messages import (
     AdapterQuery,
     AdapterStored,
     AdapterWanted,
-    Busy,
-    ErrorMessage,
-    Message,
 )
+from nesa_node.swarm.protocol.messages import Busy, ErrorMessage, Message
 from nesa_node.swarm.protocol.stream import MessageBudget, Stream
 
 log = get_logger(__name__)

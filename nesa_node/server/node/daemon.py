@@ -63,7 +63,7 @@ from nesa_node.server.scheduler.scheduler import open_scheduler
 from nesa_node.swarm.node import Swarm, open_swarm, probe_rtts
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import running_in_background
-from nesa_node.swarm.protocol.messages import ADAPTER_PROTOCOL
+from nesa_node.swarm.protocol.adapter_messages import ADAPTER_PROTOCOL
 from nesa_node.topology.roofline import Roofline
 
 log = get_logger(__name__)

@@ -1,9 +1,4 @@
-"""Messages of the session protocol, which `docs/protocol.md` specifies.
-
-A message is a MessagePack map with its name under `t`. Unknown fields are ignored, so that minor
-versions interoperate. Every field is bounded, so that a decoded message needs no further checks of
-its sizes.
-"""
+"""Messages of inference sessions, which `docs/protocol.md` specifies."""
 
 from __future__ import annotations
 
@@ -13,13 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from nesa_node.compression.tensors import TensorMeta
-from nesa_node.core.errors import FrameError
-from nesa_node.core.logging import escape_text
 
 PROTOCOL = "/nesa/session"
-ADAPTER_PROTOCOL = "/nesa/adapter/1"
-"""Streams on which adapters are stored and fetched, one request each."""
-VERSION = (1, 5)
+VERSION = (1, 6)
 
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24
@@ -27,13 +18,6 @@ MAX_EPOCH = 1 << 48
 MAX_CODECS = 64
 MAX_PREFIX_DIGESTS = 2048
 """Digests of all rows in one message; more would exceed the limit of its header."""
-MAX_ADAPTER_DIGESTS = 1024
-"""Digests of adapters in one message."""
-MAX_ADAPTER_CHUNK_BYTES = 60 * 1024
-"""Bytes of an adapter's file in one message, which must fit into its header."""
-MAX_ADAPTER_CONFIG_BYTES = 64 * 1024
-MAX_ADAPTER_FILE_BYTES = 256 * 2**20
-MAX_NOTICE_BYTES = 8192
 PREFIX_TOKENS = 32
 """Tokens per digest: a row's digests cover its first 32 tokens, its first 64, and so on."""
 
@@ -302,65 +286,6 @@ class Closed(Message, frozen=True, tag="closed"):
     pass
 
 
-AdapterDigest = Annotated[bytes, Meta(min_length=32, max_length=32)]
-AdapterDigests = Annotated[tuple[AdapterDigest, ...], Meta(max_length=MAX_ADAPTER_DIGESTS)]
-
-
-class AdapterRequest(Message, frozen=True, kw_only=True):
-    """Base class of the first messages on a stream of `ADAPTER_PROTOCOL`."""
-
-    model: Annotated[str, Meta(max_length=256)]
-    membership: Annotated[bytes, Meta(max_length=64)] = b""
-    """In a private swarm the proof that the sender knows its key (`adapter_proof`)."""
-
-
-class AdapterQuery(AdapterRequest, frozen=True, kw_only=True, tag="adapter_query"):
-    """Any peer to node: which of these adapters it holds; without digests, which at all."""
-
-    digests: AdapterDigests = ()
-
-
-class AdapterHeld(Message, frozen=True, tag="adapter_held"):
-    digests: AdapterDigests
-
-
-class AdapterGet(AdapterRequest, frozen=True, kw_only=True, tag="adapter_get"):
-    """Any peer to node: send both files of an adapter."""
-
-    digest: AdapterDigest
-
-
-class AdapterFiles(Message, frozen=True, tag="adapter_files"):
-    """Node to peer: the sizes of both files, of which chunks follow, those of the config first."""
-
-    config_bytes: Annotated[int, Meta(ge=1, le=MAX_ADAPTER_CONFIG_BYTES)]
-    weights_bytes: Annotated[int, Meta(ge=1, le=MAX_ADAPTER_FILE_BYTES)]
-
-
-class AdapterPut(AdapterRequest, frozen=True, kw_only=True, tag="adapter_put"):
-    """Any peer to node: store an adapter that `notice`, sealed by its author, lists."""
-
-    digest: AdapterDigest
-    notice: Annotated[bytes, Meta(max_length=MAX_NOTICE_BYTES)]
-    config_bytes: Annotated[int, Meta(ge=1, le=MAX_ADAPTER_CONFIG_BYTES)]
-    weights_bytes: Annotated[int, Meta(ge=1, le=1 << 53)]
-    """Not bounded by what nodes store: they say in their refusal what is too large."""
-
-
-class AdapterWanted(Message, frozen=True, tag="adapter_wanted"):
-    """Node to peer: send the chunks."""
-
-
-class AdapterChunk(Message, frozen=True, tag="adapter_chunk"):
-    """The next bytes of a file; none continues into the next file."""
-
-    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_ADAPTER_CHUNK_BYTES)]
-
-
-class AdapterStored(Message, frozen=True, tag="adapter_stored"):
-    """Node to peer: the adapter is held, checked, and will be served."""
-
-
 class ErrorMessage(Message, frozen=True, tag="error"):
     code: Annotated[str, Meta(min_length=1, max_length=64)]
     message: Annotated[str, Meta(max_length=2048)]
@@ -371,48 +296,3 @@ class ErrorMessage(Message, frozen=True, tag="error"):
     peer: PeerName | None = None
     """The third peer that the error concerns, if any."""
     step: Epoch | None = None
-
-
-AnyMessage = (
-    Open | Opened | Busy | Link | Linked | PushOpen | PushOpened | Step | Output | Rollback
-    | RolledBack | Ping | Pong | Leaving | Cancel | Close | Closed | ErrorMessage | HandOver
-    | HandedOver | TransferOpen | TransferOpened | Pages | Sync | Synced | Reorder
-    | Reordered | Probe | Received | AdapterQuery | AdapterHeld | AdapterGet | AdapterFiles
-    | AdapterPut | AdapterWanted | AdapterChunk | AdapterStored
-)  # fmt: skip
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-
-
-def encode_message(message: Message) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_message(header: bytes | bytearray | memoryview) -> AnyMessage:
-    """Decode a header. Raises `FrameError` for anything but one well-formed, bounded message.
-
-    Texts for people are made plain: control characters are escaped (`core/logging.py`).
-    """
-    try:
-        return _with_plain_text(_decoder.decode(header))
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        words = escape_text(str(error)[:200])
-        raise FrameError(f"not a message of this protocol: {words}") from None
-
-
-def _with_plain_text(message: AnyMessage) -> AnyMessage:
-    match message:
-        case Busy():
-            return msgspec.structs.replace(message, message=escape_text(message.message))
-        case ErrorMessage():
-            return msgspec.structs.replace(
-                message, code=escape_text(message.code), message=escape_text(message.message)
-            )
-        case _:
-            return message
-
-
-def tensor_of(message: Message) -> TensorMeta | None:
-    """Description of the tensor that follows `message`; None if none follows."""
-    return message.tensor if isinstance(message, Step | Output | Pages | Probe) else None

@@ -11,7 +11,7 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.server.adapters.adapter_server import AdapterServer
 from nesa_node.server.adapters.store import AdapterStore
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.protocol.messages import ADAPTER_PROTOCOL
+from nesa_node.swarm.protocol.adapter_messages import ADAPTER_PROTOCOL
 from tests.engine.adapter_folders import LAYERS
 from tests.swarm.local_swarm import local_swarm
 from tests.swarm.record_fields import MODEL_ID, make_status

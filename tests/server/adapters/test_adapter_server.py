@@ -31,7 +31,7 @@ from nesa_node.swarm.dht.adapter_notices import AdapterNotice
 from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.protocol.messages import (
+from nesa_node.swarm.protocol.adapter_messages import (
     ADAPTER_PROTOCOL,
     AdapterChunk,
     AdapterFiles,
@@ -41,10 +41,9 @@ from nesa_node.swarm.protocol.messages import (
     AdapterQuery,
     AdapterStored,
     AdapterWanted,
-    ErrorMessage,
-    Ping,
-    encode_message,
 )
+from nesa_node.swarm.protocol.any_message import encode_message
+from nesa_node.swarm.protocol.messages import ErrorMessage, Ping
 from nesa_node.swarm.protocol.stream import Stream
 from tests.engine.adapter_folders import config_of, lora_tensors, safetensors, write_adapter
 from tests.server.adapters.nodes import MIB, MODEL, adapter_nodes
