@@ -23,7 +23,8 @@ from nesa_node.core.ids import Span
 from nesa_node.core.settings.declaration import default_cache_dir
 from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
-from nesa_node.engine.training.span_trainer import Keep, OptimizerConfig, SpanTrainer, finish
+from nesa_node.engine.training.adapters import OptimizerConfig
+from nesa_node.engine.training.span_trainer import Keep, SpanTrainer, finish
 from nesa_node.engine.weights.hub import open_checkpoint
 
 DEFAULTS = Options(model="50m", threads=(1,), runs=5, prompt_tokens=128, batches=(1, 8))

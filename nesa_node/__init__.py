@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from nesa_node.client.model.auto import (
         AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM,
     )
+    from nesa_node.server.adapters.requests import fetch_adapter as fetch_adapter
+    from nesa_node.server.adapters.requests import list_adapters as list_adapters
+    from nesa_node.server.adapters.requests import publish_adapter as publish_adapter
+    from nesa_node.server.adapters.requests import remove_adapter as remove_adapter
     from nesa_node.server.pool.requests import create_swarm as create_swarm
     from nesa_node.server.pool.requests import list_swarms as list_swarms
     from nesa_node.server.pool.requests import remove_swarm as remove_swarm
@@ -26,13 +30,21 @@ _EXPORTS = {
         ("create_swarm", "list_swarms", "remove_swarm", "scale_swarm", "show_swarm"),
         "nesa_node.server.pool.requests",
     ),
+    **dict.fromkeys(
+        ("fetch_adapter", "list_adapters", "publish_adapter", "remove_adapter"),
+        "nesa_node.server.adapters.requests",
+    ),
 }
 
 __all__ = [
     "AutoDistributedModelForCausalLM",
     "__version__",
     "create_swarm",
+    "fetch_adapter",
+    "list_adapters",
     "list_swarms",
+    "publish_adapter",
+    "remove_adapter",
     "remove_swarm",
     "scale_swarm",
     "show_swarm",

@@ -20,10 +20,12 @@ from cyclopts import App, CycloptsError, UnusedCliTokensError
 from cyclopts.help import DefaultFormatter
 
 from nesa_node import __version__
+from nesa_node.cli.commands.adapters import adapters
 from nesa_node.cli.commands.daemons import api, bootstrap, dashboard, identity, orchestrate, run
 from nesa_node.cli.commands.demo import demo
 from nesa_node.cli.commands.doctor import doctor
 from nesa_node.cli.commands.eval import evaluate
+from nesa_node.cli.commands.finetune import finetune
 from nesa_node.cli.commands.generate import chat, generate
 from nesa_node.cli.commands.keys import keys
 from nesa_node.cli.commands.simulate import simulate
@@ -194,7 +196,7 @@ app = App(
 )
 for _command in (
     *(run, bootstrap, orchestrate, api, generate, chat, status, dashboard),
-    *(explain, simulate, identity, doctor, demo, evaluate),
+    *(explain, simulate, identity, doctor, demo, evaluate, finetune),
 ):
     # By its path: then the parser evaluates the flags of the command that is used, not of all.
     _path = f"{_command.__module__}:{_command.__name__}"
@@ -202,6 +204,7 @@ for _command in (
     app.command(_path, name=_name, help=_command.__doc__)
 app.command(keys)
 app.command(swarm)
+app.command(adapters)
 
 
 def main() -> NoReturn:

@@ -9,7 +9,8 @@
     │   ├── UnsupportedModelError   a family, quantization or dtype that cannot be served
     │   ├── UnsafeCheckpointError   pickled weights
     │   ├── CorruptCheckpointError  a file's hash, header or tensor is not what it should be
-    │   └── ModelMismatchError      the swarm serves another copy of the model
+    │   ├── ModelMismatchError      the swarm serves another copy of the model
+    │   └── AdapterError            a folder that is no adapter, or none of this model; none found
     ├── ResourceError
     │   ├── InsufficientMemoryError
     │   ├── DiskLimitError
@@ -75,6 +76,10 @@ class CorruptCheckpointError(ModelError):
 
 
 class ModelMismatchError(ModelError):
+    pass
+
+
+class AdapterError(ModelError):
     pass
 
 
@@ -195,6 +200,14 @@ NODE_MODULES = ("bitsandbytes", "gudhi", "sklearn")
 def is_installed(module: str) -> bool:
     """Whether a module can be found, without importing it."""
     return importlib.util.find_spec(module) is not None
+
+
+def require_training() -> None:
+    """Check that PEFT is installed. Raises `ConfigError` that says what to install."""
+    if not is_installed("peft"):
+        raise ConfigError(
+            "fine-tuning needs peft: pip install 'nesa-node[train]', or '.[train]' in a clone"
+        )
 
 
 def require_node(use: str, *modules: str) -> None:

@@ -404,7 +404,7 @@ class Directory:
 
     async def _remember(self, sealed_records: Iterable[bytes], *, is_complete: bool = True) -> None:
         """Check and remember records; complete results also drop expired ones as failed nodes."""
-        async for record in self._validator.open_all(NodeRecord, sealed_records):
+        async for record, _ in self._validator.open_all(NodeRecord, sealed_records):
             peer = record.signer
             known = self._records.get(peer)
             if known is not None and known.seq >= record.seq:

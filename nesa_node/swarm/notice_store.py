@@ -80,24 +80,45 @@ class NoticeStore:
         `PeerUnreachableError` if this node's own p2pd has ended.
         """
         notice = self._make_notice(kind, model_id, epoch, ttl_s, fields)
-        sealed = seal_statement(notice, self._identity, self.membership)
-        self._remember(notice)
-        name = kind.bounds.name
-        failure = await self.store.put(
-            [notice_key(kind, model_id)], sealed, notice.expires_at, notice.peer_id
-        )
-        if failure is not None:
-            log.warning("notice_not_stored", kind=name, seq=notice.seq, reason=failure)
+        await self.announce(notice, seal_statement(notice, self._identity, self.membership))
         return notice
+
+    def sign(
+        self, kind: type[_Kind], model_id: ModelId, *, ttl_s: float, **fields: object
+    ) -> tuple[_Kind, bytes]:
+        """Sign a notice as `publish` does, for a later `announce`. Raises as `publish` does."""
+        notice = self._make_notice(kind, model_id, 0, ttl_s, fields)
+        return notice, seal_statement(notice, self._identity, self.membership)
+
+    async def announce(self, notice: Notice, sealed: bytes) -> str | None:
+        """Store a valid notice of any signer, in place of that signer's last one.
+
+        Returns None, or a refusal by the DHT in a word, which is logged. Raises
+        `PeerUnreachableError` if this node's own p2pd has ended.
+        """
+        self._remember(notice)
+        key = notice_key(type(notice), ModelId(notice.model_id))
+        failure = await self.store.put([key], sealed, notice.expires_at, notice.peer_id)
+        if failure is not None:
+            name = notice.bounds.name
+            log.warning("notice_not_stored", kind=name, seq=notice.seq, reason=failure)
+        return failure
 
     async def fetch(self, kind: type[_Kind], model_id: ModelId) -> list[_Kind]:
         """Fetch the notices of a kind about a model; returns all that are known and valid now."""
+        await self.fetch_sealed(kind, model_id)
+        return self.known_notices(kind, model_id)
+
+    async def fetch_sealed(self, kind: type[_Kind], model_id: ModelId) -> list[tuple[_Kind, bytes]]:
+        """Fetch as `fetch` does; returns what was found, each with its sealed bytes."""
         found = await self.store.find(notice_key(kind, model_id))
         read = islice(found, _MAX_READ_FACTOR * kind.bounds.max_per_key)
-        async for notice in self._validator.open_all(kind, read):
+        pairs = []
+        async for notice, sealed in self._validator.open_all(kind, read):
             if notice.model_id == model_id:
                 self._remember(notice)
-        return self.known_notices(kind, model_id)
+                pairs.append((notice, sealed))
+        return pairs
 
     def known_notices(self, kind: type[_Kind], model_id: ModelId) -> list[_Kind]:
         """Remembered notices that have not expired, without network access."""
@@ -107,6 +128,10 @@ class NoticeStore:
             for notice in self._known.get((kind, model_id), {}).values()
             if notice.expires_at > now and isinstance(notice, kind)
         ]
+
+    def open(self, kind: type[_Kind], sealed: bytes) -> _Kind:
+        """Verify and parse a notice of any signer that is valid now. Raises `RecordError`."""
+        return self._validator.open(kind, sealed)
 
     def own_notice(self, kind: type[_Kind], model_id: ModelId) -> _Kind | None:
         """The notice that this node published last, if it is still valid."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 import tempfile
@@ -13,11 +14,19 @@ from typing import Any
 import numpy as np
 
 from nesa_node.engine.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftFolder
+from nesa_node.engine.weights.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    check_adapter_folder,
+    combine_digests,
+    read_adapter_folder,
+)
 from nesa_node.engine.weights.checkpoint import list_weight_files
 from nesa_node.engine.weights.families import get_family, read_config, read_raw_config
 from nesa_node.engine.weights.files import INDEX_FILE, read_header
 from nesa_node.topology.simulation.swarm_file import parse_swarm_file
 from nesa_node.topology.snapshot_json import snapshot_from_json
+from tests.engine.adapter_folders import LAYERS, write_adapter
 from tests.fuzz.mutation import JSON
 from tests.fuzz.target import Parse, Target
 
@@ -134,7 +143,7 @@ def _adapter_weights() -> bytes:
     return struct.pack("<Q", len(text)) + text + bytes(256)
 
 
-def _adapter_seeds() -> list[bytes]:
+def _peft_config_seeds() -> list[bytes]:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True, "bias": "none"}
     patterns = {"q_proj": 4, r"layers\.[0-1]\..*k_proj": 8, "^model.layers.2|v_proj": 2}
     return [
@@ -145,6 +154,43 @@ def _adapter_seeds() -> list[bytes]:
 
 def _index_seeds() -> list[bytes]:
     return [json.dumps({"metadata": {}, "weight_map": {"x": "a.safetensors"}}).encode()]
+
+
+@contextmanager
+def _adapters() -> Iterator[Parse]:
+    """Two bytes of the config's length, the config, the weights, whose header's length is put
+    right unless the first bit says no. The digest is always right: a peer can compute it."""
+    with in_memory_folder() as folder:
+        config_path, weights_path = folder / ADAPTER_CONFIG_FILE, folder / ADAPTER_WEIGHTS_FILE
+
+        def parse(data: bytes) -> None:
+            length = int.from_bytes(data[:2], "little")
+            config, weights = data[2 : 2 + length], data[2 + length :]
+            if len(weights) > 8 and not weights[0] & 1:
+                before, brace, after = weights[8:].partition(b"}}")
+                header = before + brace
+                weights = struct.pack("<Q", len(header)) + header + after
+            config_path.write_bytes(config)
+            weights_path.write_bytes(weights)
+            digest = combine_digests(config, hashlib.sha256(weights).digest())
+            for layers in (LAYERS, None):
+                check_adapter_folder(folder, digest, layers)
+
+        yield parse
+
+
+def _adapter_seeds() -> list[bytes]:
+    """Whole adapters, and configs with patterns."""
+    seeds = []
+    with in_memory_folder() as folder:
+        patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3.0}}
+        changed: list[dict[str, Any]] = [{}, patterns]
+        for number, changes in enumerate(changed):
+            source = write_adapter(folder / str(number), rank=2, **changes)
+            config = read_adapter_folder(source, "tiny").config
+            weights = (source / ADAPTER_WEIGHTS_FILE).read_bytes()
+            seeds.append(len(config).to_bytes(2, "little") + config + weights)
+    return seeds
 
 
 @contextmanager
@@ -162,6 +208,46 @@ def _snapshot_seeds() -> list[bytes]:
 
     read = parse_swarm_file(json.dumps(_SWARM), np.random.default_rng(0))
     return [snapshot_to_json(read.snapshot)]
+
+
+@contextmanager
+def _training_data() -> Iterator[Parse]:
+    """The first bytes choose the kind of file."""
+    from nesa_node.client.training.records import read_examples
+    from tests.client.training.chat_tokenizers import WITH_TOOLS, make_tokenizer
+
+    tokenizer = make_tokenizer(WITH_TOOLS)
+    with in_memory_folder() as folder:
+
+        def parse(data: bytes) -> None:
+            begin = data.lstrip()[:1]
+            kind = {b"[": "json", b"{": "jsonl"}.get(begin, "txt")
+            path = folder / f"data.{kind}"
+            path.write_bytes(data)
+            for example in read_examples(path, tokenizer, max_length=64).examples:
+                assert example.num_targets
+                assert len(example) <= 64
+
+        yield parse
+
+
+def _training_data_seeds() -> list[bytes]:
+    call = {"function": {"name": "look", "arguments": {"at": 1}}}
+    messages = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sat"},
+        {"role": "assistant", "content": "on the mat"},
+    ]
+    records = [
+        {"messages": messages, "tools": [{"type": "function", "function": {"name": "look"}}]},
+        {"prompt": messages[:1], "completion": messages[1:]},
+        {"prompt": "the cat", "completion": " sat"},
+        {"text": "the cat sat"},
+    ]
+    lines = [json.dumps(record) for record in records]
+    texts = ["\n".join(lines), json.dumps(records, indent=1), "the cat\nsat\n\non the mat\n"]
+    return [text.encode() for text in (*texts, *lines)]
 
 
 TARGETS: dict[str, Target] = {
@@ -186,12 +272,26 @@ TARGETS: dict[str, Target] = {
     ),
     "adapter_config": Target(
         open=_file(CONFIG_FILE, _adapter),
-        seeds=_adapter_seeds,
+        seeds=_peft_config_seeds,
         tokens=(*JSON, b".*", b"[0-9]+", b"\\\\.", b"q_proj"),
         weight=0.4,
+    ),
+    "adapter": Target(
+        open=_adapters,
+        seeds=_adapter_seeds,
+        tokens=(*JSON, b"lora_A.weight", b"target_modules", b"base_model.model.", b"F16", b"I64"),
+        weight=0.2,
+        slow_s=0.5,
     ),
     "swarm_file": Target(
         open=_swarm_files, seeds=lambda: [json.dumps(_SWARM).encode()], tokens=JSON, weight=0.2
     ),
     "snapshot": Target(open=_snapshots, seeds=_snapshot_seeds, tokens=JSON, weight=0.3),
+    "training_data": Target(
+        open=_training_data,
+        seeds=_training_data_seeds,
+        tokens=(*JSON, b'"role"', b'"content"', b'"assistant"', b'"prompt"', b'"completion"'),
+        weight=0.1,
+        slow_s=0.5,
+    ),
 }

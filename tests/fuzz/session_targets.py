@@ -19,6 +19,15 @@ from nesa_node.compression.codecs import (
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError, NesaError
 from nesa_node.core.ids import PeerId
+from nesa_node.swarm.protocol.adapter_messages import (
+    AdapterChunk,
+    AdapterFiles,
+    AdapterGet,
+    AdapterHeld,
+    AdapterPut,
+    AdapterQuery,
+)
+from nesa_node.swarm.protocol.any_message import decode_message, encode_message, tensor_of
 from nesa_node.swarm.protocol.messages import (
     Busy,
     Close,
@@ -32,9 +41,6 @@ from nesa_node.swarm.protocol.messages import (
     Received,
     RowSlice,
     Step,
-    decode_message,
-    encode_message,
-    tensor_of,
 )
 from nesa_node.swarm.protocol.stream import Stream
 from nesa_node.topology.links.matrix import MeasuredLink, pack_links, unpack_links
@@ -66,6 +72,14 @@ def _messages() -> list[tuple[Message, bytes]]:
         Close(prefix=((bytes(16),),)),
         ErrorMessage(code="busy", message="no room"),
         Received(nbytes=5, seconds=0.5),
+        AdapterQuery(model="tiny@0", membership=bytes(32), digests=(bytes(32),)),
+        AdapterHeld(digests=(bytes(32), bytes(32))),
+        AdapterGet(model="tiny@0", digest=bytes(32)),
+        AdapterPut(
+            model="tiny@0", digest=bytes(32), notice=b"sealed", config_bytes=5, weights_bytes=9
+        ),
+        AdapterFiles(config_bytes=5, weights_bytes=9),
+        AdapterChunk(data=b"data"),
     ]  # fmt: skip
     step = Step(session=session, epoch=1, step=3, rows=row, tensor=meta, via=("int8",))
     output = Output(epoch=1, step=3, rows=row, tensor=meta)

@@ -285,12 +285,13 @@ def _statements() -> Iterator[Parse]:
 @contextmanager
 def _bodies() -> Iterator[Parse]:
     """The signed part alone, so that a mistake in the envelope does not hide it."""
+    kinds = ("record", *NOTICE_KINDS)
     with _statements() as read:
 
         def parse(data: bytes) -> None:
             envelope = {
                 "record": data[1:], "signature": bytes(64), "peer_id": PEER, "tag": b"",
-                "kind": ("record", *NOTICE_KINDS)[data[0] % 8 if data else 0],
+                "kind": kinds[data[0] % len(kinds) if data else 0],
             }  # fmt: skip
             read(msgspec.msgpack.encode(envelope))
 

@@ -17,9 +17,9 @@ from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.protocol.any_message import AnyMessage, encode_message
 from nesa_node.swarm.protocol.messages import (
     PROTOCOL,
-    AnyMessage,
     Busy,
     Closed,
     ErrorMessage,
@@ -32,7 +32,6 @@ from nesa_node.swarm.protocol.messages import (
     Pong,
     RowSlice,
     Step,
-    encode_message,
 )
 from nesa_node.swarm.protocol.stream import Stream
 from tests.hostile.frames import MAX_TOKENS, ROWS, Facts, frame, message_frame, open_message

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from nesa_node.swarm.protocol.messages import Close, Ping, encode_message
+from nesa_node.swarm.protocol.any_message import encode_message
+from nesa_node.swarm.protocol.messages import Close, Ping
 from nesa_node.swarm.protocol.stream import FRAME_TIMEOUT_S
 from tests.hostile.attacker import HUNG_UP, Attacker, Wire
 from tests.hostile.frames import frame, open_message

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from nesa_node.compression.tensors import TensorMeta
+from nesa_node.swarm.protocol.any_message import encode_message
 from nesa_node.swarm.protocol.messages import (
     VERSION,
     Busy,
@@ -42,7 +43,6 @@ from nesa_node.swarm.protocol.messages import (
     Synced,
     TransferOpen,
     TransferOpened,
-    encode_message,
 )
 from nesa_node.swarm.protocol.stream import MAX_CHUNK_BYTES, MAX_HEADER_BYTES
 

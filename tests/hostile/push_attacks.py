@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nesa_node.compression.tensors import TensorMeta
+from nesa_node.swarm.protocol.any_message import encode_message
 from nesa_node.swarm.protocol.messages import (
     MAX_EPOCH,
     VERSION,
@@ -21,7 +22,6 @@ from nesa_node.swarm.protocol.messages import (
     RowSlice,
     Step,
     Sync,
-    encode_message,
 )
 from tests.hostile.attacker import HUNG_UP, Attacker, HostileSession, Wire
 from tests.hostile.frames import (

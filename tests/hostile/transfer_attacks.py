@@ -13,6 +13,7 @@ import torch
 
 from nesa_node.compression import tensors
 from nesa_node.compression.tensors import TensorMeta
+from nesa_node.swarm.protocol.any_message import encode_message
 from nesa_node.swarm.protocol.messages import (
     MAX_EPOCH,
     MAX_ROWS,
@@ -37,7 +38,6 @@ from nesa_node.swarm.protocol.messages import (
     Synced,
     TransferOpen,
     TransferOpened,
-    encode_message,
 )
 from nesa_node.swarm.protocol.messages import MAX_TOKENS as MOST_TOKENS
 from tests.hostile.attacker import HUNG_UP, Attacker, HostileSession, Wire, describe

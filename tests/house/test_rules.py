@@ -33,7 +33,6 @@ PROSE = [*DOCUMENTS, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").gl
 ENTRY_POINTS = {
     "nesa_node": "what `import nesa_node` exports, by name",
     "nesa_node.__main__": "the console script",
-    "nesa_node.engine.training.span_trainer": "no session trains yet: issue of fine-tuning",
 }
 """Modules that run without being imported by another module of the package."""
 

@@ -27,9 +27,9 @@ from nesa_node.server.session import session_server
 from nesa_node.server.session.admission import Admission, AdmissionLimits
 from nesa_node.server.session.session_server import SessionServer
 from nesa_node.swarm.p2p.link_measurements import LinkSpeeds
+from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.messages import (
     VERSION,
-    AnyMessage,
     Close,
     Closed,
     Downstream,

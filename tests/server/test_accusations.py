@@ -19,10 +19,10 @@ from nesa_node.core.ids import Span
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, TokenSlice
 from nesa_node.server.session import session_server
 from nesa_node.swarm.p2p.link_measurements import LinkSpeed
+from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.link_encoder import LinkEncoder as Codecs
 from nesa_node.swarm.protocol.messages import (
     VERSION,
-    AnyMessage,
     Downstream,
     ErrorMessage,
     Linked,

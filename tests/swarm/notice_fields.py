@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nesa_node.swarm.dht.adapter_notices import AdapterNotice, ListedAdapter
 from nesa_node.swarm.dht.pool_notices import (
     AssignedSpan,
     BuildRequest,
@@ -27,6 +28,21 @@ from nesa_node.swarm.p2p.identity import Identity
 from tests.swarm.record_fields import MODEL_ID
 
 PEERS = tuple(f"12D3KooW{letter * 44}" for letter in "ABCDEFGHJKLMNPQRSTUVWXYZ")
+
+
+def listed_adapter(**changes: Any) -> ListedAdapter:
+    fields: dict[str, Any] = {
+        "name": "polite",
+        "digest": "0f" * 32,
+        "nbytes": 5 * 10**6,
+        "rank": 16,
+        "target_modules": ("q_proj", "v_proj"),
+        "metrics": {"eval_loss": 1.25},
+        "created_at": 1_700_000_000.0,
+        "description": "answers politely",
+    }
+    return ListedAdapter.model_validate({**fields, **changes})
+
 
 FIELDS: dict[type[Notice], dict[str, Any]] = {
     Lease: {"role": "leading"},
@@ -71,6 +87,7 @@ FIELDS: dict[type[Notice], dict[str, Any]] = {
             SwarmStatus(model="org/one", state="serving", replicas=1, wanted=2, machines=4),
         ),
     },
+    AdapterNotice: {"adapters": (listed_adapter(),)},
 }
 
 

@@ -161,6 +161,7 @@ def build_model(
         place,
         checkpoint.config.hidden_size,
         head.lm_head,
+        head.logits_with_gradients,
     )
     local: LocalConnection | None = None
     if own := [span for span in (first, last) if len(span)]:
@@ -174,8 +175,7 @@ def build_model(
         ends,
         connect,
         ((local, first), (None, remote), (local, last)),
-        name=checkpoint.name,
-        context_length=checkpoint.context_length,
+        checkpoint=checkpoint,
         prefix_salt=prefix_salt,
         on_close=local.close if local is not None else lambda: None,
     )

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import Context
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -41,10 +41,16 @@ from nesa_node.client.session.base import (
     SwarmConnection,
     derive_scope_salt,
 )
-from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
+from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError, require_training
 from nesa_node.core.ids import Span
 from nesa_node.core.metrics import MetricSample
 from nesa_node.core.wait_tracking import track_wait
+from nesa_node.engine.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from nesa_node.client.training.finetuning_session import FinetuningOptions, FinetuningSession
+    from nesa_node.engine.training.adapters import OptimizerConfig
+    from nesa_node.engine.training.training_spec import AdapterConfig
 
 _FIXED_ENDS_MESSAGE = (
     "a distributed model's embedding and head stay as its nodes' blocks know them: load the model "
@@ -78,21 +84,21 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         connect: Connect,
         layers: tuple[tuple[SwarmConnection | None, Span], ...],
         *,
-        name: str,
-        context_length: int,
+        checkpoint: Checkpoint,
         prefix_salt: bytes | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`prefix_salt=None` disables the prefix cache."""
         super().__init__(copy.deepcopy(config))
         self.generation_config = generation_config
-        self.name_or_path = name
-        self.context_length = context_length
+        self.name_or_path = checkpoint.name
+        self.context_length = checkpoint.context_length
         """Upper bound of a row's tokens by the model's config; a route may allow fewer."""
         self.training = False
         self.ends = ends
         self._connect = connect
         self._layers = layers
+        self._checkpoint = checkpoint
         self._prefix_salt = prefix_salt
         self._loop = LoopThread("nesa-client")
         self._connection: HeldContext[SwarmConnection] | None = None
@@ -208,6 +214,49 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         session = InferenceSession(self.ends, self._loop, held, prefix, interrupt)
         self._sessions.add(session)
         return session
+
+    def finetuning_session(
+        self,
+        config: AdapterConfig,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        seed: int = 0,
+        options: FinetuningOptions | None = None,
+    ) -> FinetuningSession:
+        """Open a session that trains adapters on the nodes of the swarm.
+
+        `config` is PEFT's (`peft.LoraConfig`, `peft.IA3Config`), a `BottleneckConfig` or a
+        `DeepPromptConfig`. Adapters have the initial values that PEFT gives them in one process
+        after `torch.manual_seed(seed)`. Blocks that the client keeps (`client_blocks`) are trained
+        here. Raises `ConfigError` for adapters that nodes do not train and for a checkpoint of
+        another session, `MissingBlocksError` and `RefusedError` where nodes do not.
+        """
+        require_training()
+        from nesa_node.client.training.finetuning_session import (
+            FinetuningOptions,
+            FinetuningSession,
+        )
+        from nesa_node.client.training.opening import TrainingOpener
+        from nesa_node.engine.training.adapters import OptimizerConfig
+
+        opener = TrainingOpener(
+            self._checkpoint,
+            self._layers,
+            self._ensure_connection,
+            config,
+            optimizer or OptimizerConfig(),
+            seed,
+        )
+        return FinetuningSession(
+            self.ends,
+            self._loop,
+            opener.open,
+            opener.spec,
+            config,
+            options or FinetuningOptions(),
+            model_id=opener.model_id,
+            base_model=self._checkpoint.name,
+        )
 
     @torch.no_grad()
     def forward(

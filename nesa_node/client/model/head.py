@@ -45,6 +45,8 @@ class EmbeddingAndHead:
     hidden_size: int
     lm_head: torch.nn.Linear
     """The head's matrix as a torch module."""
+    logits_with_gradients: Callable[[torch.Tensor], torch.Tensor]
+    """Logits [T, V] of the last block's output [T, D], through which gradients reach it."""
 
     def embed(self, row_ids: Sequence[torch.Tensor], positions: Sequence[int]) -> torch.Tensor:
         """Embed each row's ids [L] (int64) from its position on; hidden states [T, D] by row."""

@@ -357,12 +357,10 @@ class LocalConnection(SwarmConnection):
         self._parts = tuple(parts)
         self._codec = codec
         # Blocks are not thread-safe: one thread runs them for all sessions.
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="nesa-blocks")
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="nesa-blocks")
 
-    @asynccontextmanager
-    async def open_session(
-        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
-    ) -> AsyncIterator[BlockSession]:
+    def find_parts(self, span: Span) -> list[ModelBlocks]:
+        """Blocks of `span`, part by part. Raises `MissingBlocksError`."""
         parts: list[ModelBlocks] = []
         at = span.start
         for part in self._parts:
@@ -371,8 +369,15 @@ class LocalConnection(SwarmConnection):
                 at = parts[-1].span.end
         if at != span.end:
             raise MissingBlocksError([(at, span.end)], f"no local part holds block {at}")
+        return parts
+
+    @asynccontextmanager
+    async def open_session(
+        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
+    ) -> AsyncIterator[BlockSession]:
+        parts = self.find_parts(span)
         session = LocalSession(
-            parts, self._worker, rows=rows, max_tokens=max_tokens, codec=self._codec
+            parts, self.worker, rows=rows, max_tokens=max_tokens, codec=self._codec
         )
         try:
             yield session
@@ -380,7 +385,7 @@ class LocalConnection(SwarmConnection):
             await session.close()
 
     def close(self) -> None:
-        self._worker.shutdown()
+        self.worker.shutdown()
 
 
 def check_slices(

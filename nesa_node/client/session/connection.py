@@ -6,7 +6,7 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,9 @@ from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
 from nesa_node.client.session.base import SessionPrefix
 from nesa_node.client.session.session import RemoteSession
 from nesa_node.client.session.telemetry import SessionMetrics, session_samples
+from nesa_node.client.training.training_chain import TrainingChain
+from nesa_node.client.training.training_link import TrainingLimits
+from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError, NesaError
@@ -149,6 +152,32 @@ class RemoteConnection:
         finally:
             self.metrics.open -= 1
             await session.close()
+
+    @asynccontextmanager
+    async def open_training(
+        self,
+        span: Span,
+        *,
+        spec: bytes,
+        limits: TrainingLimits,
+        state: SpanState | None = None,
+        local: Sequence[LocalTrainingSpan] = (),
+    ) -> AsyncIterator[TrainingChain]:
+        """Open a chain of nodes that train adapters of `span`, and of `local` spans beside it.
+
+        Raises what `TrainingChain.open` raises.
+        """
+        request = replace(
+            self._request,
+            span=span,
+            options=replace(self._request.options, routing="star", replicate_cache=False),
+        )
+        chain = TrainingChain(self.swarm, request, self._planner, spec, limits, local)
+        try:
+            await chain.open(state)
+            yield chain
+        finally:
+            await chain.close()
 
     @property
     def is_lost(self) -> bool:

@@ -23,9 +23,9 @@ from nesa_node.routing.chains import Hop
 from nesa_node.swarm.dht.sealing import FailureKind
 from nesa_node.swarm.p2p.link_measurements import PING_BYTES, LinkSpeed
 from nesa_node.swarm.p2p.tasks import TaskSet
+from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.link_encoder import HiddenStatesSpec, LinkEncoder, report_arrival
 from nesa_node.swarm.protocol.messages import (
-    AnyMessage,
     Busy,
     Close,
     Downstream,

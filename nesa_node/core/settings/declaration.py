@@ -146,7 +146,12 @@ _WORDS = BeforeValidator(_split_words)
 
 PositiveInt = Annotated[int, _NUMBER, Field(ge=1), ValueFormat("INT")]
 NonNegativeInt = Annotated[int, _NUMBER, Field(ge=0), ValueFormat("INT")]
+LentGibibytes = Annotated[float, _NUMBER, Field(ge=0, allow_inf_nan=False), ValueFormat("GIB")]
+"""0 lends nothing."""
 Gibibytes = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False), ValueFormat("GIB")]
+NonNegativeGibibytes = Annotated[
+    float, _NUMBER, Field(ge=0, allow_inf_nan=False), ValueFormat("GIB")
+]
 # Shorter intervals would keep a core busy; Python's threads cannot wait longer than 9.2e9 s.
 Seconds = Annotated[
     float, _NUMBER, Field(ge=0.01, le=1e9, allow_inf_nan=False), ValueFormat("SECONDS")

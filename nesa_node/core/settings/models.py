@@ -9,7 +9,7 @@ environment, TOML file, defaults. One file or environment can serve every comman
     ├── ClientConfig    `status`, `doctor`, `eval`
     │   ├── AnswerConfig    `generate`, `chat`
     │   └── GatewayConfig   `api`
-    ├── PoolClientConfig    `swarm`
+    ├── PoolClientConfig    `swarm`, `adapters`
     └── PeerConfig      `bootstrap`
         └── OrchestratorConfig  `orchestrate`
             └── NodeConfig      `run`
@@ -47,12 +47,14 @@ from nesa_node.core.settings.declaration import (
     HostNames,
     Hours,
     HttpAddressText,
+    LentGibibytes,
     ListenAddresses,
     Location,
     ModelName,
     ModelNames,
     ModelPatterns,
     Networks,
+    NonNegativeGibibytes,
     NonNegativeInt,
     Origins,
     PeerAddresses,
@@ -354,9 +356,9 @@ class PeerConfig(MetricsConfig):
 
 
 class PoolClientConfig(SharedConfig):
-    """Settings of `swarm`, which asks for swarms of a pool's machines."""
+    """Settings of `swarm`, which asks for swarms of a pool's machines, and of `adapters`."""
 
-    identity_path: FilePath = _identity_path("Key file that signs requests.")
+    identity_path: FilePath = _identity_path("Key file that signs requests and adapters.")
     log_level: LogLevel = _log_level("warning")
 
 
@@ -468,11 +470,29 @@ class NodeConfig(OrchestratorConfig):
     attn_cache_tokens: PositiveInt | None = setting(
         None, "Limits", "Capacity of the KV cache in tokens."
     )
+    training_gib: LentGibibytes | None = setting(
+        None,
+        "Limits",
+        "Memory for clients that fine-tune on this node's blocks, in GiB; 0 refuses them.",
+        default_text="a quarter of what the cache leaves free",
+    )
     max_disk_gib: Gibibytes | None = setting(
         None, "Limits", "Largest download of model files, in GiB."
     )
     evict_downloads: bool = setting(
         False, "Limits", "Delete the least recently used models to stay within --max-disk-gib."
+    )
+    adapter_store_gib: NonNegativeGibibytes = setting(
+        1.0,
+        "Limits",
+        "Disk for adapters that peers publish for this model, in GiB; the least recently used are "
+        "deleted. An author gets a quarter. 0: store none.",
+    )
+    adapter_authors: PeerIds = setting(
+        (),
+        "Limits",
+        "Store and serve only adapters of this peer id; may be repeated.",
+        default_text="all authors",
     )
     pool_models: ModelPatterns = setting(
         ("*",),

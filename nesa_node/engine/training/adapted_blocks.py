@@ -9,8 +9,11 @@ R sequences, L tokens of each, D hidden.
 from __future__ import annotations
 
 import copy
+import math
+import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +30,18 @@ from nesa_node.engine.training.adapters import (
     DeepPromptConfig,
     require_supported,
 )
+from nesa_node.engine.training.training_spec import TrainingSpec
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.families import ModelFamily
-from nesa_node.engine.weights.skeleton import Skeleton
+from nesa_node.engine.weights.skeleton import Skeleton, initializer_lock
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-    AdapterConfig = PeftConfig | BottleneckConfig | DeepPromptConfig
+    from nesa_node.engine.training.training_spec import AdapterConfig
 
+_random_numbers = threading.Lock()
+"""Held while numbers are drawn from a seed: all threads of a process share torch's generator."""
 _SEEDS = 1 << 63
 _ADAPTER = "default"
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -62,9 +68,14 @@ class AdaptedBlocks:
     """
 
     def __init__(
-        self, served: ModelBlocks, checkpoint: Checkpoint, config: AdapterConfig, *, seed: int
+        self,
+        served: ModelBlocks,
+        checkpoint: Checkpoint,
+        config: AdapterConfig | None,
+        *,
+        seed: int,
     ) -> None:
-        """Initialize the adapters of `served.span` as PEFT does for the whole model.
+        """Initialize the adapters of `served.span` as PEFT does for the whole model; None: none.
 
         They have the values, in float32, that PEFT gives them after `torch.manual_seed(seed)`,
         whichever span they belong to. Raises `ConfigError` for a config that PEFT refuses for this
@@ -72,6 +83,7 @@ class AdaptedBlocks:
         """
         self.span = served.span
         self.device, self.dtype = served.device, served.dtype
+        self.hidden_size = served.hidden_size
         self.parameters: dict[str, nn.Parameter] = {}
         """Trainable parameters, by the names of PEFT's files where PEFT has such adapters."""
         self._decoders: dict[int, Any] = {}
@@ -85,10 +97,9 @@ class AdaptedBlocks:
         layers = dict(enumerate(_layers(decoder, family), self.span.start))
         if isinstance(config, BottleneckConfig | DeepPromptConfig):
             for index in layers:
-                with torch.random.fork_rng([]):
-                    torch.manual_seed(_block_seed(seed, index))
+                with _initializing(_block_seed(seed, index)):
                     self._edges[index] = config.make_module(served.hidden_size).to(self.device)
-        else:
+        elif config is not None:
             require_supported(config)
             for layer in layers.values():
                 _put_placeholders(layer, self.dtype, self.device)
@@ -97,7 +108,6 @@ class AdaptedBlocks:
             for path, part in parts.items():
                 _put(layer, path, part)
         skeleton.require_complete(decoder)
-        decoder.train()
         for local, (index, layer) in enumerate(layers.items()):
             self._decoders[index] = slice_decoder(
                 decoder, family.layers_name, Span(local, local + 1)
@@ -110,19 +120,24 @@ class AdaptedBlocks:
                     value.data = value.data.float()
                     self.parameters[f"{path}.{name.replace(f'.{_ADAPTER}', '')}"] = value
 
-    def run_block(self, index: int, hidden_RLD: Tensor, batch: MicroBatch) -> Tensor:
+    def run_block(
+        self, index: int, hidden_RLD: Tensor, batch: MicroBatch, *, dropout: bool = True
+    ) -> Tensor:
         """Run block `index` of the model on its input [R, L, D], in the caller's gradient mode.
 
         Dropout draws from a seed of its own: a second run gives the same result. The random
         numbers of the process are left as they are.
         """
         edge = self._edges.get(index)
+        decoder = self._decoders[index]
+        if decoder.training != dropout:
+            decoder.train(dropout)
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with _random_numbers, torch.random.fork_rng(devices):
             torch.manual_seed(_block_seed(batch.seed, index))
             if edge is not None:
                 hidden_RLD = edge.change_input(hidden_RLD)
-            output_RLD: Tensor = self._decoders[index](
+            output_RLD: Tensor = decoder(
                 inputs_embeds=hidden_RLD,
                 attention_mask=None if batch.mask_RL is None else batch.mask_RL.to(self.device),
                 position_ids=self._positions(hidden_RLD, batch),
@@ -136,6 +151,30 @@ class AdaptedBlocks:
         return torch.arange(hidden_RLD.shape[1], device=self.device).unsqueeze(0)
 
 
+def count_adapter_values(served: ModelBlocks, spec: TrainingSpec) -> int:
+    """Upper bound of the numbers that the adapters of a span have, before they take memory."""
+    if spec.bottleneck is not None:
+        size = spec.bottleneck.size
+        return served.num_blocks * (2 * (size + 2) * served.hidden_size + size)
+    if spec.deep_prompt is not None:
+        return served.num_blocks * spec.deep_prompt.num_virtual_tokens * served.hidden_size
+    if spec.lora is None and spec.ia3 is None:
+        return 0
+    rank = 1 if spec.lora is None else spec.lora.max_rank
+    return rank * sum(
+        _count_features(part) for layer in served.split_layers() for part in layer.values()
+    )
+
+
+def _count_features(part: nn.Module | Tensor) -> int:
+    """Inputs and outputs of a linear layer, or of each of a stack of matrices."""
+    if isinstance(part, Tensor):
+        shape = tuple(part.shape)
+        return math.prod(shape[:-2]) * sum(shape[-2:]) if len(shape) > 1 else 0
+    linear: Any = part
+    return int(linear.in_features + linear.out_features)
+
+
 def _layers(decoder: Any, family: ModelFamily) -> Iterable[nn.Module]:
     layers: nn.ModuleList = getattr(decoder, family.layers_name)
     return layers
@@ -145,12 +184,19 @@ def _block_seed(seed: int, index: int) -> int:
     return (seed + _SEED_STEP * (index + 1)) % _SEEDS
 
 
+@contextmanager
+def _initializing(seed: int) -> Iterator[None]:
+    """Let torch's initializers draw from `seed`, and leave the process's random numbers alone."""
+    with initializer_lock, _random_numbers, torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        yield
+
+
 def _inject(skeleton: Skeleton, config: PeftConfig, seed: int) -> None:
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng([]), warnings.catch_warnings():
+    with _initializing(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what PEFT changes in the config to fit the model
-        torch.manual_seed(seed)
         try:
             inject_adapter_in_model(copy.deepcopy(config), skeleton.model, _ADAPTER)
         except (ValueError, TypeError) as error:

@@ -1,10 +1,11 @@
-"""Adapters that PEFT does not have, and what is supported of those that it has.
+"""Adapters that PEFT does not have, what is supported of those that it has, and optimizers.
 
 R sequences, L tokens of each, D hidden, P virtual tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -113,6 +114,44 @@ class DeepPrompt(BlockAdapter):
         count = len(self.prompt)
         first_RPD = hidden_RLD[:, :count] + self.prompt.to(hidden_RLD.dtype)
         return torch.cat((first_RPD, hidden_RLD[:, count:]), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """torch's optimizers with their defaults; the learning rate comes with each step."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`."""
+        if self.name not in ("adamw", "sgd"):
+            raise ConfigError(f"optimizer {self.name!r}: use adamw or sgd")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas must be from 0 to below 1, got {self.betas}")
+        for name in ("eps", "weight_decay", "momentum"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} must be a number from 0 on, got {value}")
+
+    def make(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
+        """Make the optimizer; None without parameters."""
+        if not parameters:
+            return None
+        if self.name == "sgd":
+            return torch.optim.SGD(
+                parameters, lr=0.0, momentum=self.momentum, weight_decay=self.weight_decay
+            )
+        return torch.optim.AdamW(
+            parameters,
+            lr=0.0,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+        )
 
 
 def require_supported(config: Any) -> None:

@@ -9,6 +9,7 @@ R sequences, L tokens of each, D hidden.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -17,49 +18,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nesa_node.core.errors import ConfigError, ProtocolError
+from nesa_node.core.errors import ProtocolError
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
+from nesa_node.engine.training.adapters import OptimizerConfig
 
 Keep = Literal["input", "inputs", "activations"]
 """What is kept of a micro-batch: the span's input alone (its blocks run three times), the input of
 each block (twice), or all activations (once)."""
 MAX_NORM_EPS = 1e-6
 """Added to the norm of gradients, as torch's clipping does."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """torch's optimizers with their defaults; the learning rate comes with each step."""
-
-    name: Literal["adamw", "sgd"] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Raises `ConfigError`."""
-        if self.name not in ("adamw", "sgd"):
-            raise ConfigError(f"optimizer {self.name!r}: use adamw or sgd")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"betas must be from 0 to below 1, got {self.betas}")
-        for name in ("eps", "weight_decay", "momentum"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} must be a number from 0 on, got {value}")
-
-    def make(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        if self.name == "sgd":
-            return torch.optim.SGD(
-                parameters, lr=0.0, momentum=self.momentum, weight_decay=self.weight_decay
-            )
-        return torch.optim.AdamW(
-            parameters,
-            lr=0.0,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-        )
 
 
 BlockByBlock = Generator[None, None, Tensor]
@@ -106,6 +73,7 @@ class SpanTrainer:
         """Steps that were applied, and the number of the step under way."""
         self._parameters = blocks.parameters
         self._optimizer = optimizer.make(list(self._parameters.values()))
+        """None where the span has no adapters: it passes gradients on."""
         self._keep = keep
         self._kept: dict[int, _Kept] = {}
         self._attempt = 0
@@ -139,6 +107,16 @@ class SpanTrainer:
         output_RLD = yield from self._run_blocks(kept, keep=self._keep)
         self._kept[number] = kept
         return output_RLD
+
+    def evaluate(self, hidden_RLD: Tensor, batch: MicroBatch) -> BlockByBlock:
+        """Return the span's output without dropout, and keep nothing."""
+        _require_finite(hidden_RLD, "hidden states")
+        hidden_RLD = hidden_RLD.detach().to(self.blocks.device, self.blocks.dtype)
+        for index in range(self.blocks.span.start, self.blocks.span.end):
+            with torch.no_grad():
+                hidden_RLD = self.blocks.run_block(index, hidden_RLD, batch, dropout=False)
+            yield
+        return hidden_RLD
 
     def backward(self, step: int, number: int, grad_RLD: Tensor) -> BlockByBlock:
         """Add a micro-batch's gradients, and return that of its input."""
@@ -218,12 +196,13 @@ class SpanTrainer:
             )
         if not (math.isfinite(self.compute_squared_norm(step)) and math.isfinite(scale)):
             raise ProtocolError("bad_tensor", f"the gradients of step {step} are not finite")
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
         for value in self._parameters.values():
             if value.grad is not None:
                 value.grad.mul_(scale)
-        self._optimizer.step()
+        if self._optimizer is not None:
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
         self.applied += 1
         self._clear()
 
@@ -232,7 +211,8 @@ class SpanTrainer:
         found: dict[str, Tensor] = {}
         for name, value in self._parameters.items():
             found[f"adapter.{name}"] = value
-            for key, state in self._optimizer.state.get(value, {}).items():
+            states = {} if self._optimizer is None else self._optimizer.state
+            for key, state in states.get(value, {}).items():
                 found[f"optimizer.{key}.{name}"] = torch.as_tensor(state)
         return {name: value.detach().cpu().clone() for name, value in found.items()}
 
@@ -258,14 +238,15 @@ class SpanTrainer:
         with torch.no_grad():
             for name, parameter in expected.items():
                 parameter.copy_(tensors[name])
-        self._optimizer.state.clear()
-        for name, state in states.items():
-            parameter = self._parameters[name]
-            if state:
-                self._optimizer.state[parameter] = {
-                    key: value.clone() if key == "step" else value.clone().to(parameter.device)
-                    for key, value in state.items()
-                }
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
+            for name, state in states.items():
+                parameter = self._parameters[name]
+                if state:
+                    self._optimizer.state[parameter] = {
+                        key: value.clone() if key == "step" else value.clone().to(parameter.device)
+                        for key, value in state.items()
+                    }
         self.applied = applied
         self._clear()
 
@@ -296,3 +277,17 @@ def compute_clip_scale(squared_norms: list[float], max_norm: float | None) -> fl
 def _require_finite(tensor: Tensor, what: str) -> None:
     if not bool(torch.isfinite(tensor).all()):
         raise ProtocolError("bad_tensor", f"{what}: not all numbers are finite")
+
+
+def hash_state(tensors: Mapping[str, Tensor]) -> bytes:
+    """SHA-256 over names, dtypes, shapes and values of a state as `SpanTrainer.export` returns it.
+
+    In order of names.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        head = f"{name} {value.dtype} {list(value.shape)}\n".encode()
+        digest.update(head)
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()

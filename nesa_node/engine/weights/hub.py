@@ -53,6 +53,10 @@ from nesa_node.engine.weights.files import (
 log = get_logger(__name__)
 
 
+ADAPTERS_FOLDER = "adapters"
+"""Folder beside the downloads for adapters that peers publish, which has a limit of its own."""
+
+
 def compute_folder_bytes(folder: Path) -> int:
     """Return the bytes of the files in `folder`, without links."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink())
@@ -157,7 +161,11 @@ class HubRepository:
         self.cache_dir.mkdir(parents=True, exist_ok=True)
         limit = self.max_disk_bytes
         if limit is not None:
-            used = compute_folder_bytes(self.cache_dir)
+            used = sum(
+                compute_folder_bytes(path) if path.is_dir() else path.stat().st_size
+                for path in self.cache_dir.iterdir()
+                if path.name != ADAPTERS_FOLDER and not path.is_symlink()
+            )
             if self.evicts:
                 used -= self._evict(used + needed - limit)
             if used + needed > limit:

@@ -96,9 +96,10 @@ class TensorSource:
 
 
 _AUTO: Any = AutoModelForCausalLM
-_no_init_lock = threading.Lock()
-"""Guards `no_init_weights`, which patches torch's functions globally: of two threads inside it, the
-second to leave would restore the first one's patches for good."""
+initializer_lock = threading.Lock()
+"""Guards torch's initializers, which `no_init_weights` patches for all threads. Of two threads
+inside it, the second to leave would restore the first one's patches for good; and a thread that
+initializes weights meanwhile would find that nothing does so."""
 
 
 class Skeleton:
@@ -113,7 +114,7 @@ class Skeleton:
         self.family: ModelFamily = checkpoint.family
         # Building a model changes its config.
         config = copy.deepcopy(checkpoint.config)
-        with _no_init_lock, torch.device("meta"), init.no_init_weights():
+        with initializer_lock, torch.device("meta"), init.no_init_weights():
             self.model: Any = _AUTO.from_config(config, trust_remote_code=False)
         self.model.eval().requires_grad_(False)
         self._shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}

@@ -21,9 +21,13 @@ from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry
-from nesa_node.core.settings.declaration import secret_text
+from nesa_node.core.settings.declaration import gib_to_bytes, secret_text
 from nesa_node.core.settings.models import NodeConfig, OrchestratorConfig, PeerConfig
 from nesa_node.engine.model.machine_figures import find_roofline
+from nesa_node.engine.weights.adapter_files import find_linear_layers
+from nesa_node.engine.weights.hub import ADAPTERS_FOLDER
+from nesa_node.server.adapters.adapter_server import AdapterServer
+from nesa_node.server.adapters.store import AdapterStore
 from nesa_node.server.node.announcer import Announcer, NodeFacts
 from nesa_node.server.node.invitation import (
     check_ready_file,
@@ -59,6 +63,7 @@ from nesa_node.server.scheduler.scheduler import open_scheduler
 from nesa_node.swarm.node import Swarm, open_swarm, probe_rtts
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import running_in_background
+from nesa_node.swarm.protocol.adapter_messages import ADAPTER_PROTOCOL
 from nesa_node.topology.roofline import Roofline
 
 log = get_logger(__name__)
@@ -188,12 +193,17 @@ async def serve_node(
             shutdown=Shutdown(stopping, swarm.transport),
         )
         swarm.directory.set_num_blocks(served.model_id, served.checkpoint.num_blocks)
+        adapters = _make_adapter_server(runner)
+        await swarm.transport.serve(ADAPTER_PROTOCOL, adapters.handle)
         addresses, sources = swarm.transport.addresses, metric_sources or MetricRegistry()
         with register_known_swarm(config, addresses, served.model_id):
             side_tasks = [] if side_task is None else [side_task(addresses)]
             async with running_in_background(*side_tasks):
                 try:
-                    services = _services(runner, blocks, on_history, metric_sources)
+                    services = [
+                        *_services(runner, blocks, on_history, metric_sources),
+                        adapters.run(),
+                    ]
                     with sources.registered(
                         daemon_source(swarm, "node", sources.version),
                         model_source(swarm, served.model_id, served.checkpoint.num_blocks),
@@ -322,6 +332,31 @@ def _make_announcer(
         swarm.link_speeds.sent_bytes,
         lambda: swarm.rtts.nearest_links(swarm.link_speeds),
         is_movable=lambda: move_limiter.refusal is None,
+    )
+
+
+def _make_adapter_server(runner: SpanRunner) -> AdapterServer:
+    config, swarm, served = runner.config, runner.swarm, runner.served
+    checkpoint, own = served.checkpoint, swarm.identity.peer_id
+
+    def find_addresses() -> dict[PeerId, tuple[str, ...]]:
+        known = swarm.directory.addresses(served.model_id, checkpoint.num_blocks)
+        return {peer: addresses for peer, addresses in known.items() if peer != own}
+
+    folder, membership = config.cache_dir / ADAPTERS_FOLDER, swarm.notices.membership
+    if membership.is_private:
+        # Daemons of other swarms share the cache, and must not serve a private one's adapters.
+        folder /= f"private-{membership.tag(b'adapter-store').hex()[:32]}"
+    return AdapterServer(
+        swarm,
+        served.model_id,
+        AdapterStore(folder, gib_to_bytes(config.adapter_store_gib) or 0),
+        find_layers=partial(find_linear_layers, checkpoint),
+        find_addresses=find_addresses,
+        authors=frozenset(config.adapter_authors),
+        allow=frozenset(config.allow_peers),
+        deny=frozenset(config.deny_peers),
+        refusals=runner.refusals,
     )
 
 

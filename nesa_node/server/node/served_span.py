@@ -9,11 +9,15 @@ from functools import partial
 
 from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
-from nesa_node.core.settings.declaration import secret_text
+from nesa_node.core.settings.declaration import gib_to_bytes, secret_text
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.model.blocks import ModelBlocks
-from nesa_node.engine.model.devices import SpanThroughput, measure_throughput
+from nesa_node.engine.model.devices import (
+    SpanThroughput,
+    free_memory_bytes,
+    measure_throughput,
+)
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.files import show_progress
 from nesa_node.server.node.announcer import Capacity
@@ -22,12 +26,16 @@ from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.admission import Admission, AdmissionLimits
 from nesa_node.server.session.message_loop import RefusalLog
 from nesa_node.server.session.session_server import SessionServer
+from nesa_node.server.training.training_memory import TrainingMemory
+from nesa_node.server.training.training_server import TrainingServer
 from nesa_node.swarm.node import Swarm
 
 log = get_logger(__name__)
 
 HIDDEN_BYTES_PER_CACHE_BYTE = 1.0
 MIN_HIDDEN_BYTES = 256 << 20
+AUTO_TRAINING_FRACTION = 0.25
+"""Share of the memory that the cache leaves free."""
 MAX_PEER_QUARTERS = 3
 """Most quarters of the room for hidden states that one peer gets, for a session of the model's
 whole length. Otherwise it gets half: long sessions fill this room long before the cache."""
@@ -75,12 +83,22 @@ async def open_span(
     tokens = count_cache_tokens(config, blocks)
     pool = await device.run(partial(blocks.new_pool, tokens))
     admission = Admission(_limits(config, blocks, tokens), pool)
+    training = TrainingServer(
+        swarm,
+        served.checkpoint,
+        blocks,
+        device,
+        TrainingMemory(_count_training_bytes(config, blocks, tokens)),
+        step_timeout_s=config.step_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+    )
     server = SessionServer(
         swarm,
         served.model_id,
         blocks,
         scheduler,
         admission,
+        training,
         swarm_key=secret_text(config.swarm_key),
         step_timeout_s=config.step_timeout_s,
         idle_timeout_s=config.idle_timeout_s,
@@ -108,6 +126,15 @@ def _load(served: NodeModel, span: Span) -> ModelBlocks:
             quant_type=served.quant_type,
             progress=progress,
         )
+
+
+def _count_training_bytes(config: NodeConfig, blocks: ModelBlocks, cache_tokens: int) -> int:
+    """Memory for training: what is set, or a part of what the cache leaves free."""
+    given = gib_to_bytes(config.training_gib)
+    if given is not None:
+        return given
+    free = free_memory_bytes(blocks.device) - cache_tokens * blocks.cache_bytes_per_token
+    return max(int(free * AUTO_TRAINING_FRACTION), 0)
 
 
 def _limits(config: NodeConfig, blocks: ModelBlocks, tokens: int) -> AdmissionLimits:

@@ -172,6 +172,7 @@ def child_settings(
         "quant_type": assigned.quant_type,
         "torch_dtype": assigned.dtype,
         "attn_cache_tokens": assigned.cache_tokens,
+        "training_gib": config.training_gib or 0,
         "max_disk_gib": config.pool_disk_gib,
         "evict_downloads": True,
         "pool_max_download_gib": config.pool_max_download_gib,

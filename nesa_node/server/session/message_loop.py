@@ -18,9 +18,9 @@ from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger, session_name
 from nesa_node.core.tracing import NO_SPAN, TraceContext, TraceSpan
 from nesa_node.server.session.session import Session
+from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.link_encoder import report_arrival
 from nesa_node.swarm.protocol.messages import (
-    AnyMessage,
     Busy,
     Cancel,
     Close,
@@ -270,12 +270,13 @@ MAX_LOGGED_REFUSALS = 20
 
 
 REFUSAL_CODES = (
-    "bad_frame", "bad_link", "bad_position", "bad_prefix", "bad_rows", "bad_tensor", "busy",
-    "cache_full", "context_length", "downstream_lost", "draining", "future_epoch", "idle_timeout",
-    "not_a_member", "not_allowed", "not_computed", "not_donor", "not_finite", "not_linked",
-    "not_upstream", "session_exists", "stale_epoch", "stale_step", "step_conflict", "too_large",
-    "unexpected", "unknown_quality", "unknown_session", "version_mismatch", "wrong_blocks",
-    "wrong_model",
+    "adapter_too_large", "author_full", "bad_frame", "bad_link", "bad_position", "bad_prefix",
+    "bad_rows", "bad_spec", "bad_tensor", "busy", "cache_full", "context_length", "downstream_lost",
+    "draining", "future_epoch", "idle_timeout", "not_a_member", "not_allowed", "not_computed",
+    "not_donor", "not_finite", "not_linked", "not_listed", "not_trained", "not_upstream",
+    "session_exists", "stale_epoch", "stale_step", "step_conflict", "too_large", "transfer_timeout",
+    "unexpected", "unknown_adapter", "unknown_quality", "unknown_session", "version_mismatch",
+    "wrong_adapter", "wrong_blocks", "wrong_model",
 )  # fmt: skip
 """All codes of refusals, for metrics."""
 

@@ -38,12 +38,13 @@ from nesa_node.server.session.output_sender import OutputSender
 from nesa_node.server.session.session import Session
 from nesa_node.server.session.session_state import SessionState, check_prefix
 from nesa_node.server.session.transfer import SessionDonor, TransferReceiver
+from nesa_node.server.training.training_server import TrainingServer
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import verify_membership
+from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.link_encoder import LinkEncoder, get_link_speed, report_arrival
 from nesa_node.swarm.protocol.messages import (
     VERSION,
-    AnyMessage,
     Closed,
     Open,
     Opened,
@@ -58,6 +59,7 @@ from nesa_node.swarm.protocol.messages import (
     TransferOpened,
 )
 from nesa_node.swarm.protocol.stream import Stream
+from nesa_node.swarm.protocol.training_messages import TrainOpen
 
 log = get_logger(__name__)
 
@@ -79,6 +81,7 @@ class SessionServer:
         blocks: ModelBlocks,
         scheduler: Scheduler,
         admission: Admission,
+        training: TrainingServer,
         *,
         swarm_key: str | None = None,
         step_timeout_s: float = 30.0,
@@ -90,6 +93,8 @@ class SessionServer:
         self._blocks = blocks
         self._scheduler = scheduler
         self._admission = admission
+        self._training = training
+        self._num_trainings = 0
         self._swarm_key = swarm_key
         self._step_timeout_s = step_timeout_s
         self._idle_timeout_s = idle_timeout_s
@@ -119,7 +124,7 @@ class SessionServer:
             # lost with the stream. The transport bounds how many streams may wait here.
             message = await receive_first_message(stream)
             await self._budget.wait_until_paid(stream, message)
-            if isinstance(message, Open | PushOpen | TransferOpen):
+            if isinstance(message, Open | PushOpen | TransferOpen | TrainOpen):
                 # Bound for the rest of this task, which belongs to the stream.
                 bind_contextvars(session=session_name(message.session))
             self._admission.check_peer(peer)
@@ -155,10 +160,10 @@ class SessionServer:
         await self._neighbours.close()
 
     async def _dispatch(self, stream: Stream, message: AnyMessage) -> None:
-        if not isinstance(message, Open | PushOpen | TransferOpen):
+        if not isinstance(message, Open | PushOpen | TransferOpen | TrainOpen):
             raise ProtocolError(
                 "unexpected",
-                "a stream begins with open, push_open or transfer_open, "
+                "a stream begins with open, push_open, transfer_open or train_open, "
                 f"not {_message_name(message)}",
             )
         _check_version(message.version)
@@ -169,6 +174,23 @@ class SessionServer:
                 await self._accept_push(stream, message)
             case TransferOpen():
                 await self._accept_transfer(stream, message)
+            case TrainOpen():
+                await self._train(stream, message)
+
+    async def _train(self, stream: Stream, opened: TrainOpen) -> None:
+        self._check_request(stream.peer, opened)
+        self._num_trainings += 1
+        self._no_sessions.clear()
+        try:
+            await self._training.serve(stream, opened, self._drain)
+        finally:
+            self._num_trainings -= 1
+            self._note_end()
+        await stream.send(Closed())
+
+    def _note_end(self) -> None:
+        if not self._sessions and not self._num_trainings:
+            self._no_sessions.set()
 
     async def _open(self, stream: Stream, opened: Open) -> None:
         self._check_open(stream.peer, opened)
@@ -265,11 +287,11 @@ class SessionServer:
             yield
         finally:
             del self._sessions[key]
-            if not self._sessions:
-                self._no_sessions.set()
+            self._note_end()
             log.info("session_closed", lengths=session.state.lengths)
 
-    def _check_open(self, peer: PeerId, opened: Open) -> None:
+    def _check_request(self, peer: PeerId, opened: Open | TrainOpen) -> None:
+        """Check membership, model, blocks and quality."""
         if not verify_membership(
             self._swarm_key,
             opened.membership,
@@ -287,6 +309,12 @@ class SessionServer:
             raise ProtocolError(
                 "wrong_blocks", f"this node holds {self._blocks.span}, not {start}:{end}"
             )
+        _check_quality(opened.quality)
+        if self._drain.has_begun:
+            raise ProtocolError("draining", "this node is giving up its blocks")
+
+    def _check_open(self, peer: PeerId, opened: Open) -> None:
+        self._check_request(peer, opened)
         limit = self._blocks.context_length
         if limit and opened.max_tokens > limit:
             raise ProtocolError(
@@ -295,10 +323,7 @@ class SessionServer:
         if opened.mode == "star" and opened.donor is not None:
             raise ProtocolError("not_donor", "a star's nodes hand nothing over")
         check_prefix(opened.prefix, opened.rows)
-        _check_quality(opened.quality)
         self._check_is_new((peer, SessionId(opened.session)))
-        if self._drain.has_begun:
-            raise ProtocolError("draining", "this node is giving up its blocks")
 
     def _check_is_new(self, key: tuple[PeerId, SessionId]) -> None:
         if key in self._sessions:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from nesa_node.core.ids import ModelId, PeerId, Span, is_model_name
 from nesa_node.core.settings.choices import PlacementGoal, QuantType, WeightQuality
+from nesa_node.swarm.dht.adapter_notices import AdapterNotice
 from nesa_node.swarm.dht.sealing import (
     STRICT,
     Addresses,
@@ -267,6 +268,7 @@ NOTICE_KINDS: dict[str, type[Notice]] = {
         MachineAssignment,
         BuildRequest,
         PoolStatus,
+        AdapterNotice,
     )
 }
-"""All kinds of notices, those of `sealing.py` too."""
+"""All kinds of notices, those of `sealing.py` and `adapter_notices.py` too."""

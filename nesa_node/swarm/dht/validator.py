@@ -171,8 +171,11 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
 
     async def open_all(
         self, kind: type[_Kind], sealed_statements: Iterable[bytes]
-    ) -> AsyncIterator[_Kind]:
-        """Open `sealed_statements` in turns of the event loop; refused ones are only counted."""
+    ) -> AsyncIterator[tuple[_Kind, bytes]]:
+        """Open `sealed_statements` in turns of the event loop; refused ones are only counted.
+
+        Yields each statement with its sealed bytes.
+        """
         for number, sealed in enumerate(sealed_statements, 1):
             if number % STATEMENTS_PER_LOOP_TURN == 0:
                 await asyncio.sleep(0)
@@ -181,7 +184,7 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]
             except RecordError as error:
                 self.dropped[error.reason] += 1
                 continue
-            yield statement
+            yield statement, sealed
 
     def newest_seq(self, peer: PeerId) -> int:
         """Sequence number of the newest record of `peer` seen so far; -1 if none is remembered."""

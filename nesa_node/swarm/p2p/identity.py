@@ -267,6 +267,18 @@ def verify_membership(
     return hmac.compare_digest(proof, membership_proof(swarm_key, session_id, prover, verifier))
 
 
+def adapter_proof(membership: Membership, prover: PeerId, verifier: PeerId) -> bytes:
+    """Proof of `prover` in its requests for adapters to `verifier`; empty without a swarm key."""
+    return membership.tag(b"adapter", prover.encode(), verifier.encode())
+
+
+def verify_adapter_proof(
+    membership: Membership, proof: bytes, prover: PeerId, verifier: PeerId
+) -> bool:
+    """Whether `prover` knows the swarm key. On the public network only an empty proof is valid."""
+    return membership.check(proof, b"adapter", prover.encode(), verifier.encode())
+
+
 @lru_cache(maxsize=8)
 def _derive_key(swarm_key: str) -> bytes:
     """Derive a key from a phrase by scrypt, slowly, against dictionary attacks on observed tags."""

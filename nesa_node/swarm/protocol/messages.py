@@ -1,9 +1,4 @@
-"""Messages of the session protocol, which `docs/protocol.md` specifies.
-
-A message is a MessagePack map with its name under `t`. Unknown fields are ignored, so that minor
-versions interoperate. Every field is bounded, so that a decoded message needs no further checks of
-its sizes.
-"""
+"""Messages of inference sessions, which `docs/protocol.md` specifies."""
 
 from __future__ import annotations
 
@@ -13,11 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from nesa_node.compression.tensors import TensorMeta
-from nesa_node.core.errors import FrameError
-from nesa_node.core.logging import escape_text
 
 PROTOCOL = "/nesa/session"
-VERSION = (1, 5)
+VERSION = (1, 6)
 
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24
@@ -303,47 +296,3 @@ class ErrorMessage(Message, frozen=True, tag="error"):
     peer: PeerName | None = None
     """The third peer that the error concerns, if any."""
     step: Epoch | None = None
-
-
-AnyMessage = (
-    Open | Opened | Busy | Link | Linked | PushOpen | PushOpened | Step | Output | Rollback
-    | RolledBack | Ping | Pong | Leaving | Cancel | Close | Closed | ErrorMessage | HandOver
-    | HandedOver | TransferOpen | TransferOpened | Pages | Sync | Synced | Reorder
-    | Reordered | Probe | Received
-)  # fmt: skip
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-
-
-def encode_message(message: Message) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_message(header: bytes | bytearray | memoryview) -> AnyMessage:
-    """Decode a header. Raises `FrameError` for anything but one well-formed, bounded message.
-
-    Texts for people are made plain: control characters are escaped (`core/logging.py`).
-    """
-    try:
-        return _with_plain_text(_decoder.decode(header))
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        words = escape_text(str(error)[:200])
-        raise FrameError(f"not a message of this protocol: {words}") from None
-
-
-def _with_plain_text(message: AnyMessage) -> AnyMessage:
-    match message:
-        case Busy():
-            return msgspec.structs.replace(message, message=escape_text(message.message))
-        case ErrorMessage():
-            return msgspec.structs.replace(
-                message, code=escape_text(message.code), message=escape_text(message.message)
-            )
-        case _:
-            return message
-
-
-def tensor_of(message: Message) -> TensorMeta | None:
-    """Description of the tensor that follows `message`; None if none follows."""
-    return message.tensor if isinstance(message, Step | Output | Pages | Probe) else None

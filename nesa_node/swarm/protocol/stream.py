@@ -27,18 +27,13 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.lru_table import LruTable
 from nesa_node.swarm.p2p.link_measurements import MIN_SAMPLE_BYTES
 from nesa_node.swarm.p2p.pipe import MAX_UNREAD_BYTES, Pipe
-from nesa_node.swarm.protocol.messages import (
+from nesa_node.swarm.protocol.any_message import (
     AnyMessage,
-    Link,
-    Message,
-    Received,
-    Reorder,
-    Rollback,
-    Sync,
     decode_message,
     encode_message,
     tensor_of,
 )
+from nesa_node.swarm.protocol.messages import Link, Message, Received, Reorder, Rollback, Sync
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_CHUNK_BYTES = 1 << 20

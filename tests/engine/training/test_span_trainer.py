@@ -14,9 +14,9 @@ from torch import Tensor
 
 from nesa_node.core.errors import ConfigError, ProtocolError
 from nesa_node.engine.training.adapted_blocks import MicroBatch
+from nesa_node.engine.training.adapters import OptimizerConfig
 from nesa_node.engine.training.span_trainer import (
     Keep,
-    OptimizerConfig,
     SpanTrainer,
     compute_clip_scale,
     finish,

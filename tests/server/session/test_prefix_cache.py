@@ -16,6 +16,7 @@ from torch import Tensor
 from nesa_node.core.errors import FrameError
 from nesa_node.engine.cache.pages import PAGE_TOKENS
 from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.swarm.protocol.any_message import decode_message, encode_message
 from nesa_node.swarm.protocol.messages import (
     MAX_PREFIX_DIGESTS,
     MAX_ROWS,
@@ -30,8 +31,6 @@ from nesa_node.swarm.protocol.messages import (
     Reorder,
     Reordered,
     RolledBack,
-    decode_message,
-    encode_message,
 )
 from tests.engine.chained import distance
 from tests.server.bench import Node, Peer, open_node

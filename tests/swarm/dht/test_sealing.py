@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.swarm.dht.adapter_notices import MAX_LISTED_ADAPTERS, AdapterNotice
 from nesa_node.swarm.dht.pool_notices import NOTICE_KINDS
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.swarm.dht.sealing import (
@@ -30,7 +31,7 @@ from nesa_node.swarm.dht.sealing import (
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.p2p.hivemind_imports import DHTRecord, MSGPackSerializer
 from nesa_node.swarm.p2p.identity import Identity, Membership
-from tests.swarm.notice_fields import PEERS, make_notice
+from tests.swarm.notice_fields import PEERS, listed_adapter, make_notice
 from tests.swarm.record_fields import MODEL_ID, make_record
 
 NOW = 1_800_000_000.0
@@ -55,6 +56,10 @@ def _move(peer: str = PEERS[0], **changes: Any) -> dict[str, Any]:
 
 def _failure(peer: str = PEERS[1], **changes: Any) -> dict[str, Any]:
     return {"peer": peer, "kind": "lost", "count": 1, "at": NOW - 1, **changes}
+
+
+def _adapter(**changes: Any) -> dict[str, Any]:
+    return {**listed_adapter().model_dump(), **changes}
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -93,6 +98,16 @@ def test_largest_placement_and_report_fit(identity: Identity) -> None:
     for notice in (placement, report):
         sealed = seal_statement(notice, identity, membership)
         assert open_statement(type(notice), sealed, membership) == notice
+
+
+def test_sixteen_described_adapters_fit(identity: Identity) -> None:
+    adapters = tuple(
+        _adapter(name=f"a-rather-long-name-{i:02d}", description="d" * 200)
+        for i in range(MAX_LISTED_ADAPTERS)
+    )
+    notice = make_notice(AdapterNotice, identity, NOW, adapters=adapters, model_id="m" * 256)
+    sealed = seal_statement(notice, identity, Membership("a long swarm key"))
+    assert open_statement(AdapterNotice, sealed, Membership("a long swarm key")) == notice
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -139,6 +154,23 @@ def test_private_swarm_reads_its_own_notices_only(identity: Identity) -> None:
         assert _reason(kind, seal_statement(notice, identity), ours) == "foreign"
 
 
+_BAD_ADAPTERS: list[dict[str, Any]] = [
+    *({"name": name} for name in ("", "..", "a/b", "Upper", "x" * 65, "-a", "a\n")),
+    *({"digest": digest} for digest in ("0f" * 31, "0F" * 32, "../" + "a" * 61)),
+    *({"nbytes": nbytes} for nbytes in (0, -1, 2**28 + 1, 1.5)),
+    *({"rank": rank} for rank in (0, 1025)),
+    {"target_modules": ()},
+    {"target_modules": ("q_proj",) * 33},
+    {"target_modules": ("(a+)+$",)},
+    {"metrics": {f"m{i}": 1.0 for i in range(9)}},
+    {"metrics": {"eval_loss": float("nan")}},
+    {"metrics": {"Two Words": 1.0}},
+    {"created_at": -1.0},
+    {"description": "x" * 201},
+    {"description": "\x1b[31mred"},
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -174,6 +206,10 @@ def test_private_swarm_reads_its_own_notices_only(identity: Identity) -> None:
         (FailureReport, {"failures": (_failure(kind="ugly"),)}),
         (FailureReport, {"failures": (_failure(), _failure())}),
         (FailureReport, {"failures": tuple(_failure(f"{PEERS[0]}{i}") for i in range(1, 18))}),
+        (AdapterNotice, {"expires_at": NOW + 30 * 86_400 + 1}),
+        (AdapterNotice, {"adapters": (_adapter(), _adapter())}),
+        (AdapterNotice, {"adapters": tuple(_adapter(name=f"n{i}") for i in range(17))}),
+        *((AdapterNotice, {"adapters": (_adapter(**changes),)}) for changes in _BAD_ADAPTERS),
     ],
 )
 def test_field_out_of_bounds_is_refused_on_both_sides(

@@ -14,6 +14,7 @@ from nesa_node.compression import tensors
 from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
 from nesa_node.core.ids import PeerId
 from nesa_node.swarm.protocol import stream as stream_module
+from nesa_node.swarm.protocol.any_message import decode_message, encode_message
 from nesa_node.swarm.protocol.messages import (
     Busy,
     Close,
@@ -24,8 +25,6 @@ from nesa_node.swarm.protocol.messages import (
     Ping,
     RowSlice,
     Step,
-    decode_message,
-    encode_message,
 )
 from nesa_node.swarm.protocol.stream import MAX_CHUNK_BYTES, MAX_HEADER_BYTES, Stream
 from tests.swarm.pipes import pipe_pair

@@ -1,0 +1,515 @@
+"""A chain of spans that trains: passes of micro-batches, optimizer steps, and recovery by replay.
+
+After the loss of a node all spans return to the last checkpoint, and the steps since then run
+again from their recorded inputs and gradients: the result is the same.
+
+T tokens of a micro-batch's texts, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import Tensor
+
+from nesa_node.client.routing.node_selection import NodeSelector
+from nesa_node.client.routing.planner import ChainPlanner
+from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.training.training_link import TrainingLimits, TrainingLink, dial_training
+from nesa_node.client.training.training_span import (
+    LocalTrainingSpan,
+    MicroBatchPass,
+    SpanState,
+    TrainingSpan,
+)
+from nesa_node.core.errors import (
+    BusyError,
+    MissingBlocksError,
+    PeerUnreachableError,
+    ProtocolError,
+    RemoteError,
+    StreamClosedError,
+)
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.logging import get_logger
+from nesa_node.core.wait_tracking import track_wait
+from nesa_node.engine.training.span_trainer import compute_clip_scale
+from nesa_node.engine.training.text_layout import TextLayout
+from nesa_node.routing.chains import Hop
+from nesa_node.swarm.node import Swarm
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+Loss = Callable[[int, Tensor], Awaitable[Tensor]]
+"""Computes the gradient [T, D] of a micro-batch's output [T, D], by its number."""
+
+RETRY_PAUSE_S = 0.5
+MAX_ATTEMPTS = 20
+"""Of one call, each after the chain was completed again."""
+RETRYABLE = (PeerUnreachableError, StreamClosedError, RemoteError, BusyError, MissingBlocksError)
+TEMPORARY_CODES = frozenset(
+    {"draining", "idle_timeout", "not_computed", "stale_step", "wrong_blocks", "closed"}
+)
+"""Codes after which a node may be used again later. A node with another one is left out."""
+
+
+@dataclass(slots=True)
+class RecordedPass:
+    """A micro-batch that has gone forward, and backward if `grad_TD` is there."""
+
+    layout: TextLayout
+    seed: int
+    hidden_TD: Tensor
+    grad_TD: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.hidden_TD.nbytes + (0 if self.grad_TD is None else self.grad_TD.nbytes)
+
+
+@dataclass(slots=True)
+class RecordedStep:
+    """A step's passes, and how it was applied."""
+
+    number: int
+    passes: list[RecordedPass] = field(default_factory=list)
+    learning_rate: float = 0.0
+    max_norm: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.passes)
+
+
+class TrainingChain:
+    """All spans of a model, in order. One call at a time; a cancelled call leaves it unusable.
+
+    `applied` counts optimizer steps. Calls that cannot be completed after
+    `options.recovery_timeout_s` raise `MissingBlocksError`, `RefusedError` or the last error.
+    """
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        request: RouteRequest,
+        planner: ChainPlanner,
+        spec: bytes,
+        limits: TrainingLimits,
+        local: Sequence[LocalTrainingSpan] = (),
+    ) -> None:
+        """`request.span` are the blocks in the swarm; `local` spans are before and after it."""
+        self.applied = 0
+        self.recoveries = 0
+        self.seconds_by_peer: dict[PeerId, float] = {}
+        """Time between messages to a node and its answers, in sum."""
+        self._swarm = swarm
+        self._request = request
+        self._planner = planner
+        self._spec = spec
+        self._limits = limits
+        self._local = tuple(local)
+        self._selector = NodeSelector(swarm, request, planner)
+        self._links: list[TrainingLink] = []
+        self._runs: dict[TrainingLink, asyncio.Task[None]] = {}
+        self._checkpoint: dict[str, Tensor] | None = None
+        self._checkpoint_applied = 0
+        self._needs_restore = False
+        self._is_open = False
+        self._history: list[RecordedStep] = []
+        """Steps since the checkpoint."""
+        self._current = RecordedStep(0)
+        self._has_begun = False
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        return tuple(link.hop for link in self._links)
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Bytes that are kept to replay steps since the last checkpoint."""
+        return sum(step.nbytes for step in (*self._history, self._current))
+
+    @property
+    def steps_since_checkpoint(self) -> int:
+        return self.applied - self._checkpoint_applied
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the step under way."""
+        return len(self._current.passes)
+
+    async def open(self, state: SpanState | None = None) -> None:
+        """Open a session at each node; with `state` training continues from there."""
+        if state is not None:
+            self._checkpoint, self._needs_restore = dict(state.tensors), True
+            self.applied = self._checkpoint_applied = state.applied
+            self._current = RecordedStep(self.applied)
+        with track_wait("nodes that train", blocks=(self._request.span,)):
+            await self._attempt(self._do_nothing)
+        if self._checkpoint is None:
+            await self.checkpoint()
+
+    async def close(self) -> None:
+        """Leave all nodes."""
+        await asyncio.gather(*(self._close_link(link) for link in list(self._links)))
+        self._links.clear()
+        for span in self._local:
+            await span.close()
+
+    async def forward(
+        self, batches: Sequence[tuple[TextLayout, int, Tensor]], *, keep: bool = True
+    ) -> list[Tensor]:
+        """Run micro-batches (layout, seed, input [T, D]) through all spans at the same time.
+
+        With `keep` they belong to the step under way, and a backward has to follow.
+        """
+        if not keep:
+            return await self._attempt(lambda: self._evaluate(batches))
+        first = len(self._current.passes)
+
+        async def run() -> list[Tensor]:
+            if not self._has_begun:
+                await self._begin()
+            passes = [RecordedPass(*batch) for batch in batches]
+            self._current.passes += passes
+            try:
+                return await _gather(
+                    [self._forward(first + at, each) for at, each in enumerate(passes)]
+                )
+            except BaseException:
+                # Not to be replayed: the next attempt runs them.
+                del self._current.passes[first:]
+                raise
+
+        return await self._attempt(run)
+
+    async def backward(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Run gradients [T, D] of outputs backward, in the order of the micro-batches."""
+
+        async def run() -> list[Tensor]:
+            turns = self._new_turns(numbers[0])
+            try:
+                return await _gather(
+                    [
+                        self._backward(number, grad_TD, turns)
+                        for number, grad_TD in zip(numbers, grads, strict=True)
+                    ]
+                )
+            except BaseException:
+                for number in numbers:
+                    self._current.passes[number].grad_TD = None
+                raise
+
+        return await self._attempt(run)
+
+    async def run_step(
+        self, batches: Sequence[tuple[TextLayout, int, Tensor]], loss: Loss
+    ) -> list[Tensor]:
+        """Run a whole step's micro-batches forward and backward, pipelined (1F1B).
+
+        Each goes backward as soon as `loss` has its gradient, so that each span has passes of
+        several to work on, and no more than one for each span is kept. Returns the gradients of
+        the inputs.
+        """
+
+        async def run() -> list[Tensor]:
+            self._current.passes.clear()
+            await self._begin()
+            self._current.passes += [RecordedPass(*batch) for batch in batches]
+            room = asyncio.Semaphore(self._max_in_flight(batches))
+            turns, losses = self._new_turns(0), _Turns(0)
+
+            async def run_one(number: int, recorded: RecordedPass) -> Tensor:
+                async with room:
+                    output_TD = await self._forward(number, recorded)
+                    async with losses.turn(number):
+                        grad_TD = await loss(number, output_TD)
+                    return await self._backward(number, grad_TD, turns)
+
+            try:
+                return await _gather(
+                    [run_one(number, each) for number, each in enumerate(self._current.passes)]
+                )
+            except BaseException:
+                self._forget_passes()
+                raise
+
+        return await self._attempt(run)
+
+    def _max_in_flight(self, batches: Sequence[tuple[TextLayout, int, Tensor]]) -> int:
+        largest = max(layout.padded_tokens for layout, _, _ in batches)
+        return min(len(self._spans()) + 1, max(self._limits.max_kept_tokens // largest, 1))
+
+    async def apply(self, learning_rate: float, max_norm: float | None) -> float:
+        """Update the adapters; return the norm of all gradients before clipping."""
+        step = self._current
+        step.learning_rate, step.max_norm = learning_rate, max_norm
+        norm = await self._attempt(lambda: self._apply(step))
+        self._finish_step()
+        return norm
+
+    def _finish_step(self) -> None:
+        self._history.append(self._current)
+        self.applied += 1
+        self._current = RecordedStep(self.applied)
+        self._has_begun = False
+
+    def _forget_passes(self) -> None:
+        self._current.passes.clear()
+        self._has_begun = False
+
+    async def restart_step(self) -> None:
+        """Forget the micro-batches of the step under way."""
+        self._forget_passes()
+
+    async def checkpoint(self) -> SpanState:
+        """Fetch adapters and optimizer state of all spans: the point to return to after a loss.
+
+        Not between a step's first micro-batch and its end.
+        """
+        states = await self._attempt(lambda: _gather([span.export() for span in self._spans()]))
+        found: dict[str, Tensor] = {}
+        for state in states:
+            if state.applied != self.applied:
+                raise ProtocolError(
+                    "stale_step", f"a span applied {state.applied} steps, not {self.applied}"
+                )
+            found |= state.tensors
+        self._checkpoint, self._checkpoint_applied = found, self.applied
+        self._history.clear()
+        return SpanState(self.applied, found)
+
+    def _spans(self) -> list[TrainingSpan]:
+        return sorted((*self._local, *self._links), key=lambda each: each.span.start)
+
+    def _new_turns(self, first: int) -> list[_Turns]:
+        """For each span, the order in which it gets the gradients of micro-batches."""
+        return [_Turns(first) for _ in self._spans()]
+
+    async def _begin(self) -> None:
+        await _gather([span.begin(self._current.number) for span in self._spans()])
+        self._has_begun = True
+
+    async def _evaluate(self, batches: Sequence[tuple[TextLayout, int, Tensor]]) -> list[Tensor]:
+        async def run(number: int, layout: TextLayout, seed: int, hidden_TD: Tensor) -> Tensor:
+            one = MicroBatchPass(self._current.number, number, layout, seed)
+            async with room:
+                for span in self._spans():
+                    hidden_TD = await self._timed(span, span.forward(one, hidden_TD, keep=False))
+            return hidden_TD
+
+        room = asyncio.Semaphore(self._max_in_flight(batches))
+        return await _gather([run(number, *batch) for number, batch in enumerate(batches)])
+
+    async def _forward(self, number: int, recorded: RecordedPass) -> Tensor:
+        batch = MicroBatchPass(self._current.number, number, recorded.layout, recorded.seed)
+        hidden_TD = recorded.hidden_TD
+        for span in self._spans():
+            hidden_TD = await self._timed(span, span.forward(batch, hidden_TD))
+        return hidden_TD
+
+    async def _backward(self, number: int, grad_TD: Tensor, turns: Sequence[_Turns]) -> Tensor:
+        recorded = self._current.passes[number]
+        batch = MicroBatchPass(self._current.number, number, recorded.layout, recorded.seed)
+        recorded.grad_TD = grad_TD
+        for span, order in zip(reversed(self._spans()), turns, strict=True):
+            work = span.backward(batch, grad_TD, order.turn(number))
+            grad_TD = await self._timed(span, work)
+        return grad_TD
+
+    async def _timed(self, span: TrainingSpan, work: Awaitable[T]) -> T:
+        started = time.perf_counter()
+        result = await work
+        if isinstance(span, TrainingLink):
+            spent = time.perf_counter() - started
+            self.seconds_by_peer[span.peer] = self.seconds_by_peer.get(span.peer, 0.0) + spent
+        return result
+
+    async def _apply(self, step: RecordedStep) -> float:
+        spans, count = self._spans(), len(step.passes)
+        norms = await _gather([span.squared_norm(step.number) for span in spans])
+        scale = compute_clip_scale(norms, step.max_norm)
+        await _gather(
+            [
+                span.apply(
+                    step.number,
+                    micro_batches=count,
+                    learning_rate=step.learning_rate,
+                    scale=scale,
+                )
+                for span in spans
+            ]
+        )
+        return math.sqrt(sum(norms))
+
+    async def _do_nothing(self) -> None:
+        return None
+
+    async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Call, again after the loss of a node and the recovery from it."""
+        deadline, attempts = math.inf, 0
+        while True:
+            try:
+                await self._complete_chain()
+                deadline, attempts = math.inf, attempts + 1
+                return await call()
+            except RETRYABLE as error:
+                now = time.monotonic()
+                deadline = min(deadline, now + self._request.options.recovery_timeout_s)
+                if now >= deadline or attempts >= MAX_ATTEMPTS:
+                    raise
+                log.warning("training_interrupted", step=self.applied, reason=str(error))
+                self._needs_restore = True
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _complete_chain(self) -> None:
+        """Replace lost nodes, and bring all spans to the state of the step under way."""
+        lost = [link for link in self._links if link.failure is not None]
+        for link in lost:
+            self._record_failure(link)
+            await self._close_link(link)
+            self._links.remove(link)
+        if self._is_open and not lost and not self._needs_restore:
+            return
+        self.recoveries += int(self._is_open)
+        await self._open_missing(frozenset(link.peer for link in lost))
+        if self._checkpoint is not None:
+            await self._restore()
+        self._is_open, self._needs_restore = True, False
+
+    def _record_failure(self, link: TrainingLink) -> None:
+        error = link.failure
+        if isinstance(error, RemoteError) and error.code not in TEMPORARY_CODES:
+            self._selector.record_refusal(link.peer, error)
+        else:
+            is_lost = isinstance(error, PeerUnreachableError | StreamClosedError)
+            self._selector.record_failure(
+                link.peer, str(error), report=is_lost and not link.is_leaving
+            )
+
+    async def _open_missing(self, drop: frozenset[PeerId]) -> None:
+        if not len(self._request.span):
+            return
+        keep = tuple(link.hop for link in self._links)
+        hops, addresses = await self._selector.plan_hops(keep, drop, may_ping=not keep)
+        for link in [link for link in self._links if link.hop not in hops]:
+            await self._close_link(link)
+            self._links.remove(link)
+        known = {link.hop for link in self._links}
+        opened = await asyncio.gather(
+            *(self._open(hop, addresses[hop.peer_id]) for hop in hops if hop not in known),
+            return_exceptions=True,
+        )
+        failures = [each for each in opened if isinstance(each, BaseException)]
+        for each in opened:
+            if isinstance(each, TrainingLink):
+                self._links.append(each)
+                self._runs[each] = asyncio.create_task(each.run())
+        self._links.sort(key=lambda link: link.span.start)
+        if failures:
+            self._needs_restore = True
+            raise failures[0]
+
+    async def _open(self, hop: Hop, addresses: tuple[str, ...]) -> TrainingLink:
+        try:
+            async with dial_training(self._swarm, hop, addresses, self._request) as link:
+                await link.open(self._swarm, self._request, self._spec, self._limits)
+        except PeerUnreachableError as error:
+            self._selector.record_failure(hop.peer_id, str(error))
+            raise
+        except (BusyError, RemoteError) as error:
+            self._selector.record_refusal(hop.peer_id, error)
+            raise
+        log.info("training_hop_opened", peer=hop.peer_id, blocks=str(hop.span))
+        return link
+
+    async def _restore(self) -> None:
+        """Bring all spans to the checkpoint, and replay what was done since then."""
+        assert self._checkpoint is not None
+        by_span = {span: _select(self._checkpoint, span.span) for span in self._spans()}
+        await _gather(
+            [
+                span.restore(SpanState(self._checkpoint_applied, tensors))
+                for span, tensors in by_span.items()
+            ]
+        )
+        current, had_begun = self._current, self._has_begun
+        try:
+            for step in self._history:
+                self._current = step
+                await self._replay(step)
+                await self._apply(step)
+        finally:
+            self._current, self._has_begun = current, had_begun
+        if had_begun:
+            await self._replay(current)
+        if self._history or had_begun:
+            log.info("training_replayed", steps=len(self._history), to_step=self.applied)
+
+    async def _replay(self, step: RecordedStep) -> None:
+        await self._begin()
+        turns = self._new_turns(0)
+        room = asyncio.Semaphore(len(self._spans()) + 1)
+
+        async def run(number: int, recorded: RecordedPass) -> None:
+            async with room:
+                await self._forward(number, recorded)
+                if recorded.grad_TD is not None:
+                    await self._backward(number, recorded.grad_TD, turns)
+
+        await _gather([run(number, each) for number, each in enumerate(step.passes)])
+
+    async def _close_link(self, link: TrainingLink) -> None:
+        task = self._runs.pop(link, None)
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await link.close()
+
+
+class _Turns:
+    """Lets calls pass in the order of their numbers."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self._waiting: dict[int, asyncio.Event] = {}
+
+    @asynccontextmanager
+    async def turn(self, number: int) -> AsyncIterator[None]:
+        """Enter after the body of the call before, if that did not fail."""
+        if number != self._next:
+            await self._waiting.setdefault(number, asyncio.Event()).wait()
+        yield
+        self._next += 1
+        if (event := self._waiting.pop(self._next, None)) is not None:
+            event.set()
+
+
+async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """Results of all calls. The first failure cancels the rest, and is raised once they ended."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _select(state: dict[str, Tensor], span: Span) -> dict[str, Tensor]:
+    """Tensors of a span's blocks: their names have the block's index as the first number."""
+    blocks = range(span.start, span.end)
+    return {name: value for name, value in state.items() if block_of(name) in blocks}
+
+
+def block_of(name: str) -> int:
+    """Index of the block that a tensor of a state or of an adapter belongs to."""
+    return next(int(part) for part in name.split(".") if part.isdigit())

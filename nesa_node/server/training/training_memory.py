@@ -1,0 +1,111 @@
+"""Memory that a node promises to training sessions, beside its weights and its cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nesa_node.core.errors import BusyError, ProtocolError
+from nesa_node.core.ids import PeerId
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.engine.training.adapted_blocks import count_adapter_values
+from nesa_node.engine.training.span_trainer import Keep
+from nesa_node.engine.training.training_spec import TrainingSpec
+
+RETRY_AFTER_S = 5.0
+ACTIVATION_VALUES = 48
+"""Numbers of all activations of a block for one token that autograd keeps, in hidden sizes."""
+PARAMETER_BYTES = 4
+PEER_SHARE = 2
+"""One peer may have the whole promise divided by this: identities are free, so that this only keeps
+one client from excluding the next by accident."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingNeed:
+    """Bytes that one session takes at most, by what it keeps of micro-batches."""
+
+    adapter_bytes: int
+    """Parameters, gradients and optimizer state."""
+    running_bytes: int
+    """Activations of the block that runs, and messages on the way."""
+    kept_bytes: dict[Keep, int]
+
+    def total_bytes(self, keep: Keep) -> int:
+        return self.adapter_bytes + self.running_bytes + self.kept_bytes[keep]
+
+
+def compute_need(
+    blocks: ModelBlocks, spec: TrainingSpec, *, max_tokens: int, max_kept_tokens: int
+) -> TrainingNeed:
+    """Compute what a session needs that keeps up to `max_kept_tokens` tokens of micro-batches.
+
+    Each micro-batch has up to `max_tokens` tokens.
+    """
+    hidden_bytes = blocks.hidden_size * blocks.dtype.itemsize
+    moments = 2 if spec.optimizer.name == "adamw" else int(spec.optimizer.momentum > 0)
+    inputs_bytes = blocks.num_blocks * hidden_bytes
+    activations_bytes = blocks.num_blocks * ACTIVATION_VALUES * hidden_bytes
+    return TrainingNeed(
+        adapter_bytes=count_adapter_values(blocks, spec) * PARAMETER_BYTES * (2 + moments),
+        running_bytes=max_tokens * (ACTIVATION_VALUES + 4) * hidden_bytes
+        + max_tokens * inputs_bytes,
+        kept_bytes={
+            "activations": max_kept_tokens * activations_bytes,
+            "inputs": max_kept_tokens * inputs_bytes,
+            "input": max_kept_tokens * hidden_bytes,
+        },
+    )
+
+
+class TrainingMemory:
+    """Accounts the promise: each session's part is reserved when it opens."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self._reserved: Counter[PeerId] = Counter()
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self._reserved.total()
+
+    @property
+    def sessions(self) -> int:
+        """Peers that train."""
+        return len(self._reserved)
+
+    @contextmanager
+    def reserve(self, peer: PeerId, need: TrainingNeed) -> Iterator[Keep]:
+        """Reserve a session's memory; the value says what it may keep: as much as fits.
+
+        Raises `ProtocolError("not_trained")` where the operator lends no memory,
+        `ProtocolError("too_large")` for more than a peer may ever have, and `BusyError`.
+        """
+        if not self.total_bytes:
+            raise ProtocolError("not_trained", "this node lends no memory to training")
+        most = self.total_bytes // PEER_SHARE
+        least = need.total_bytes("input")
+        if least > most:
+            raise ProtocolError(
+                "too_large",
+                f"this session takes {least >> 20} MiB, and this node gives a peer "
+                f"{most >> 20} MiB for training: use fewer tokens in a micro-batch, or smaller "
+                "adapters",
+            )
+        room = min(most - self._reserved[peer], self.free_bytes)
+        options: tuple[Keep, ...] = ("activations", "inputs", "input")
+        for keep in options:
+            nbytes = need.total_bytes(keep)
+            if nbytes <= room:
+                break
+        else:
+            raise BusyError(f"no room for {least >> 20} MiB of training", RETRY_AFTER_S)
+        self._reserved[peer] += nbytes
+        try:
+            yield keep
+        finally:
+            self._reserved[peer] -= nbytes
+            if not self._reserved[peer]:
+                del self._reserved[peer]

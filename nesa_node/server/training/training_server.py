@@ -1,0 +1,103 @@
+"""Opening of training sessions: checks, memory, and adapters on a span's weights."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from nesa_node.compression.codecs import codec_names
+from nesa_node.core.errors import ConfigError, ProtocolError, is_installed
+from nesa_node.core.ids import Span
+from nesa_node.core.logging import get_logger
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.engine.training.adapted_blocks import AdaptedBlocks
+from nesa_node.engine.training.span_trainer import Keep, SpanTrainer
+from nesa_node.engine.training.training_spec import TrainingSpec
+from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.server.scheduler.batch import Executor
+from nesa_node.server.session.message_loop import Drain
+from nesa_node.server.training.training_memory import TrainingMemory, compute_need
+from nesa_node.server.training.training_session import TrainingSession
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.protocol.link_encoder import HiddenStatesSpec, LinkEncoder, get_link_speed
+from nesa_node.swarm.protocol.messages import VERSION
+from nesa_node.swarm.protocol.stream import Stream
+from nesa_node.swarm.protocol.training_messages import TrainOpen, TrainOpened
+
+log = get_logger(__name__)
+
+
+class TrainingServer:
+    """All training sessions of one span, on the weights that it serves."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        checkpoint: Checkpoint,
+        blocks: ModelBlocks,
+        executor: Executor,
+        memory: TrainingMemory,
+        *,
+        step_timeout_s: float,
+        idle_timeout_s: float,
+    ) -> None:
+        self.memory = memory
+        self._swarm = swarm
+        self._checkpoint = checkpoint
+        self._blocks = blocks
+        self._executor = executor
+        self._step_timeout_s = step_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+
+    async def serve(self, stream: Stream, opened: TrainOpen, drain: Drain) -> None:
+        """Run a session whose model, blocks and membership are checked, until its client ends it.
+
+        Raises `ProtocolError` for what must be answered with a fatal error, and `BusyError`.
+        """
+        if not is_installed("peft"):
+            raise ProtocolError("not_trained", "this node has no PEFT (pip install peft)")
+        try:
+            spec = TrainingSpec.decode(opened.spec)
+        except ConfigError as error:
+            raise ProtocolError("bad_spec", str(error)) from None
+        if opened.max_tokens > opened.max_kept_tokens:
+            raise ProtocolError("bad_spec", "max_kept_tokens must be at least max_tokens")
+        blocks = self._blocks.select(Span(*opened.blocks))
+        need = compute_need(
+            blocks, spec, max_tokens=opened.max_tokens, max_kept_tokens=opened.max_kept_tokens
+        )
+        with self.memory.reserve(stream.peer, need) as keep:
+            try:
+                trainer = await self._executor.run(partial(self._make_trainer, blocks, spec, keep))
+            except ConfigError as error:
+                raise ProtocolError("bad_spec", str(error)) from None
+            log.info(
+                "training_opened",
+                blocks=str(blocks.span),
+                parameters=sum(each.numel() for each in trainer.blocks.parameters.values()),
+                keep=keep,
+            )
+            try:
+                await self._run(stream, opened, trainer, drain)
+            finally:
+                log.info("training_closed", blocks=str(blocks.span), steps=trainer.applied)
+
+    def _make_trainer(self, blocks: ModelBlocks, spec: TrainingSpec, keep: Keep) -> SpanTrainer:
+        adapted = AdaptedBlocks(blocks, self._checkpoint, spec.make_config(), seed=spec.seed)
+        return SpanTrainer(adapted, spec.optimizer, keep=keep)
+
+    async def _run(
+        self, stream: Stream, opened: TrainOpen, trainer: SpanTrainer, drain: Drain
+    ) -> None:
+        speed = await get_link_speed(self._swarm, stream.peer, opened.quality)
+        wire = LinkEncoder(opened.quality, opened.codecs, speed)
+        session = TrainingSession(
+            stream, opened, trainer, self._executor, wire, self._swarm.message_budget
+        )
+        await stream.send(
+            TrainOpened(version=VERSION, step_timeout_s=self._step_timeout_s, codecs=codec_names())
+        )
+        dtype = str(trainer.blocks.dtype).removeprefix("torch.")
+        await wire.prepare(
+            stream, HiddenStatesSpec(trainer.blocks.hidden_size, dtype, opened.max_tokens)
+        )
+        await session.run(drain=drain, idle_timeout_s=self._idle_timeout_s)

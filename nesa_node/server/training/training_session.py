@@ -1,0 +1,364 @@
+"""A client's training session on this node: messages, computed block by block between iterations.
+
+T tokens of a micro-batch's texts, R rows, L tokens of the longest row, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nesa_node.compression import tensors
+from nesa_node.compression.tensors import HiddenStates, TensorMeta
+from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
+from nesa_node.core.logging import get_logger
+from nesa_node.engine.training.span_trainer import BlockByBlock, SpanTrainer, hash_state
+from nesa_node.engine.training.text_layout import TextLayout
+from nesa_node.server.scheduler.batch import Executor
+from nesa_node.server.session.message_loop import Drain
+from nesa_node.swarm.protocol.any_message import AnyMessage
+from nesa_node.swarm.protocol.link_encoder import LinkEncoder, check_codec_allowed
+from nesa_node.swarm.protocol.messages import (
+    Cancel,
+    Close,
+    ErrorMessage,
+    Leaving,
+    Message,
+    Ping,
+    Pong,
+    Probe,
+    Received,
+)
+from nesa_node.swarm.protocol.stream import MessageBudget, Stream
+from nesa_node.swarm.protocol.training_messages import (
+    TrainApplied,
+    TrainApply,
+    TrainBackward,
+    TrainBegan,
+    TrainBegin,
+    TrainForward,
+    TrainGradient,
+    TrainNorm,
+    TrainNormed,
+    TrainOpen,
+    TrainOutput,
+    TrainPull,
+    TrainRestored,
+    TrainState,
+    TrainTensor,
+)
+
+log = get_logger(__name__)
+T = TypeVar("T")
+
+MAX_QUEUED_MESSAGES = 4096
+"""Messages without a tensor of hidden states that may wait; then reading stops."""
+
+
+class _TrainingEnded(Exception):
+    """Raised to leave the task group when the client ended the session."""
+
+
+class TrainingSession:
+    """Reads a client's messages and answers them in order; pings are answered at once."""
+
+    def __init__(
+        self,
+        client: Stream,
+        opened: TrainOpen,
+        trainer: SpanTrainer,
+        executor: Executor,
+        wire: LinkEncoder,
+        budget: MessageBudget,
+    ) -> None:
+        self._client = client
+        self._opened = opened
+        self._trainer = trainer
+        self._executor = executor
+        self._wire = wire
+        self._budget = budget
+        self._queue: asyncio.Queue[tuple[AnyMessage, bytearray]] = asyncio.Queue(
+            MAX_QUEUED_MESSAGES
+        )
+        self._waiting_tokens = 0
+        """Tokens of micro-batches that were received and are neither kept nor answered."""
+        self._kept_tokens: dict[int, int] = {}
+        self._layouts: dict[int, TextLayout] = {}
+        """Of kept micro-batches, by number."""
+        self._restoring: dict[str, Tensor] = {}
+        self._restored_state: TrainState | None = None
+        self._active_at = time.monotonic()
+        self._computing = False
+        largest = max(
+            (value.numel() for value in trainer.blocks.parameters.values()),
+            default=0,
+        )
+        self._state_bytes = 3 * 4 * sum(v.numel() for v in trainer.blocks.parameters.values())
+        hidden_bytes = opened.max_tokens * trainer.blocks.hidden_size * 4
+        self._max_tensor_bytes = max(hidden_bytes, 4 * largest, 4096)
+
+    @property
+    def applied(self) -> int:
+        return self._trainer.applied
+
+    async def run(self, *, drain: Drain, idle_timeout_s: float) -> None:
+        """Answer messages until the client ends the session.
+
+        Raises `ProtocolError` for what must be answered with a fatal error.
+        """
+        failures: list[ProtocolError] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read_messages())
+                tasks.create_task(self._answer_messages())
+                tasks.create_task(self._watch_idle(idle_timeout_s))
+                tasks.create_task(self._watch_drain(drain))
+        except* _TrainingEnded:
+            pass
+        except* ProtocolError as group:
+            failures.extend(error for error in group.exceptions if isinstance(error, ProtocolError))
+        if failures:
+            raise failures[0]
+
+    async def _read_messages(self) -> None:
+        while True:
+            message, payload = await self._client.receive(max_tensor_bytes=self._max_tensor_bytes)
+            self._active_at = time.monotonic()
+            match message:
+                case Ping():
+                    await self._client.send(
+                        Pong(nonce=message.nonce, epoch=0, step=self.applied, busy=self._computing)
+                    )
+                case Close() | Cancel():
+                    raise _TrainingEnded
+                case Received():
+                    self._wire.record_arrival(message)
+                case Probe():
+                    pass
+                case _:
+                    self._count_received(message)
+                    await self._queue.put((message, payload))
+            await self._budget.wait_until_paid(self._client, message)
+
+    def _count_received(self, message: AnyMessage) -> None:
+        """Raises `ProtocolError("too_large")` for more tokens than were promised."""
+        if not isinstance(message, TrainForward | TrainBackward):
+            return
+        if isinstance(message, TrainForward):
+            layout = TextLayout(message.texts)
+            if layout.padded_tokens > self._opened.max_tokens:
+                raise ProtocolError(
+                    "too_large",
+                    f"a micro-batch of {layout.padded_tokens} tokens; {self._opened.max_tokens} "
+                    "were promised",
+                )
+            self._waiting_tokens += layout.padded_tokens
+        most = self._opened.max_kept_tokens
+        if self._waiting_tokens + sum(self._kept_tokens.values()) > most:
+            raise ProtocolError(
+                "too_large", f"micro-batches of more than {most} tokens between their passes"
+            )
+
+    async def _answer_messages(self) -> None:
+        while True:
+            message, payload = await self._queue.get()
+            self._computing = True
+            try:
+                answers = await self._apply(message, payload)
+            except (FrameError, StreamClosedError):
+                raise
+            except ProtocolError as error:
+                answers = [
+                    (
+                        ErrorMessage(
+                            code=error.code,
+                            message=str(error)[:2048],
+                            fatal=False,
+                            answers=type(message).__name__.lower(),
+                        ),
+                        b"",
+                    )
+                ]
+            finally:
+                self._computing = False
+                if isinstance(message, TrainForward):
+                    self._waiting_tokens -= TextLayout(message.texts).padded_tokens
+                self._kept_tokens = {
+                    number: layout.padded_tokens for number, layout in self._layouts.items()
+                }
+            del message, payload
+            for answer, data in answers:
+                await self._client.send(answer, data)
+            self._active_at = time.monotonic()
+
+    async def _apply(
+        self, message: AnyMessage, payload: bytearray
+    ) -> list[tuple[Message, memoryview | bytearray | bytes]]:
+        trainer = self._trainer
+        match message:
+            case TrainBegin():
+                await self._run(partial(trainer.begin, message.step))
+                self._layouts.clear()
+                return [(TrainBegan(step=message.step), b"")]
+            case TrainForward():
+                return [await self._forward(message, payload)]
+            case TrainBackward():
+                return [await self._backward(message, payload)]
+            case TrainNorm():
+                squared = await self._run(partial(trainer.compute_squared_norm, message.step))
+                if not squared < float("inf"):
+                    raise ProtocolError("not_finite", "the step's gradients are not finite")
+                return [(TrainNormed(step=message.step, squared_norm=squared), b"")]
+            case TrainApply():
+                await self._run(
+                    partial(
+                        trainer.apply,
+                        message.step,
+                        micro_batches=message.micro_batches,
+                        learning_rate=message.learning_rate,
+                        scale=message.scale,
+                    )
+                )
+                self._layouts.clear()
+                return [(TrainApplied(step=message.step), b"")]
+            case TrainPull():
+                return await self._export()
+            case TrainState():
+                self._restored_state, self._restoring = message, {}
+                return await self._restore_if_complete()
+            case TrainTensor():
+                self._collect(message, payload)
+                return await self._restore_if_complete()
+            case _:
+                raise ProtocolError(
+                    "unexpected",
+                    f"a training session does not expect {type(message).__name__.lower()}",
+                )
+
+    async def _forward(
+        self, message: TrainForward, payload: bytearray
+    ) -> tuple[Message, memoryview | bytearray | bytes]:
+        layout = TextLayout(message.texts)
+        hidden_RLD = await self._decode(message.tensor, payload, layout)
+        batch = layout.make_batch(message.seed)
+        if message.keep:
+            work = self._trainer.forward(message.step, message.micro, hidden_RLD, batch)
+        else:
+            work = self._trainer.evaluate(hidden_RLD, batch)
+        output_RLD = await self._run_blocks(work)
+        if message.keep:
+            self._layouts[message.micro] = layout
+        meta, data = await self._encode(layout.from_rows(output_RLD))
+        return TrainOutput(step=message.step, micro=message.micro, tensor=meta), data
+
+    async def _backward(
+        self, message: TrainBackward, payload: bytearray
+    ) -> tuple[Message, memoryview | bytearray | bytes]:
+        layout = self._layouts.get(message.micro)
+        if layout is None:
+            raise ProtocolError("stale_step", f"micro-batch {message.micro} went not forward")
+        grad_RLD = await self._decode(message.tensor, payload, layout)
+        work = self._trainer.backward(message.step, message.micro, grad_RLD)
+        input_grad_RLD = await self._run_blocks(work)
+        del self._layouts[message.micro]
+        meta, data = await self._encode(layout.from_rows(input_grad_RLD))
+        return TrainGradient(step=message.step, micro=message.micro, tensor=meta), data
+
+    async def _decode(self, meta: TensorMeta, payload: bytearray, layout: TextLayout) -> Tensor:
+        shape = (layout.num_tokens, self._trainer.blocks.hidden_size)
+        if tuple(meta.shape) != shape:
+            raise ProtocolError("bad_tensor", f"a tensor {list(meta.shape)}, not {list(shape)}")
+        check_codec_allowed(self._opened.quality, meta)
+        decode = partial(tensors.decode, meta, payload, max_bytes=self._max_tensor_bytes)
+        packed_TD = await asyncio.to_thread(decode)
+        return layout.to_rows(packed_TD)
+
+    async def _encode(self, packed_TD: Tensor) -> tuple[TensorMeta, memoryview | bytearray]:
+        hidden = HiddenStates.from_tensor(packed_TD.cpu())
+        if not await asyncio.to_thread(lambda: hidden.is_finite):
+            raise ProtocolError("not_finite", "the blocks computed values that are not finite")
+        return await self._wire.encode_off_loop(hidden)
+
+    async def _run_blocks(self, work: BlockByBlock) -> Tensor:
+        """Run block after block, so that iterations of sessions run in between."""
+        while True:
+            result = await self._run(partial(_advance, work))
+            if result is not None:
+                return result
+
+    async def _run(self, job: Callable[[], T]) -> T:
+        """Run `job` in the device's thread. What it raises beside `ProtocolError` is answered."""
+        try:
+            return await self._executor.run(job)
+        except ProtocolError:
+            raise
+        except (RuntimeError, ValueError, MemoryError) as error:
+            log.warning("training_failed", reason=str(error)[:500])
+            raise ProtocolError("not_computed", f"the step failed here: {error}"[:1000]) from None
+
+    async def _export(self) -> list[tuple[Message, memoryview | bytearray | bytes]]:
+        state = await self._run(self._trainer.export)
+        digest = await asyncio.to_thread(hash_state, state)
+        answers: list[tuple[Message, memoryview | bytearray | bytes]] = [
+            (TrainState(applied=self.applied, tensors=len(state), digest=digest), b"")
+        ]
+        for name, value in state.items():
+            meta, data = tensors.encode(value.float())
+            answers.append((TrainTensor(name=name, tensor=meta), data))
+        return answers
+
+    def _collect(self, message: TrainTensor, payload: bytearray) -> None:
+        if self._restored_state is None:
+            raise ProtocolError("unexpected", "a tensor without train_state before it")
+        value = tensors.decode(message.tensor, payload, max_bytes=self._max_tensor_bytes)
+        if value.dtype != torch.float32:
+            raise ProtocolError("bad_tensor", f"{message.name}: a state is in float32")
+        self._restoring[message.name] = value
+        if sum(each.nbytes for each in self._restoring.values()) > self._state_bytes + 65536:
+            raise ProtocolError("too_large", "a state larger than that of this span's adapters")
+
+    async def _restore_if_complete(
+        self,
+    ) -> list[tuple[Message, memoryview | bytearray | bytes]]:
+        state, found = self._restored_state, self._restoring
+        if state is None or len(found) < state.tensors:
+            return []
+        self._restored_state, self._restoring = None, {}
+        await self._check_digest(state, found)
+        await self._run(partial(self._trainer.restore, state.applied, found))
+        self._layouts.clear()
+        return [(TrainRestored(applied=state.applied), b"")]
+
+    async def _check_digest(self, state: TrainState, found: Mapping[str, Tensor]) -> None:
+        if await asyncio.to_thread(hash_state, found) != state.digest:
+            raise ProtocolError("bad_tensor", "a state with another digest than was announced")
+
+    async def _watch_idle(self, timeout_s: float) -> None:
+        while True:
+            left_s = self._active_at + timeout_s - time.monotonic()
+            if left_s <= 0 and not self._computing:
+                raise ProtocolError("idle_timeout", f"nothing happened for {timeout_s:g} s")
+            await asyncio.sleep(max(left_s, 0.1))
+
+    async def _watch_drain(self, drain: Drain) -> None:
+        """Tell the client, which takes the adapters elsewhere, and give it the drain's time."""
+        await drain.wait()
+        await self._client.send(Leaving(seconds=drain.remaining_s))
+        await asyncio.sleep(drain.remaining_s)
+        raise ProtocolError("draining", "this node has given up its blocks")
+
+
+def _advance(work: BlockByBlock) -> Tensor | None:
+    """Run one block; return the result after the last one."""
+    try:
+        next(work)
+    except StopIteration as ended:
+        result: Tensor = ended.value
+        return result
+    return None

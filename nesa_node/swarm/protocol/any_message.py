@@ -1,0 +1,127 @@
+"""All messages, and their bytes.
+
+A message is a MessagePack map with its name under `t`. Unknown fields are ignored, so that minor
+versions interoperate. Every field is bounded, so that a decoded message needs no further checks of
+its sizes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from nesa_node.compression.tensors import TensorMeta
+from nesa_node.core.errors import FrameError
+from nesa_node.core.logging import escape_text
+from nesa_node.swarm.protocol.adapter_messages import (
+    AdapterChunk,
+    AdapterFiles,
+    AdapterGet,
+    AdapterHeld,
+    AdapterPut,
+    AdapterQuery,
+    AdapterStored,
+    AdapterWanted,
+)
+from nesa_node.swarm.protocol.messages import (
+    Busy,
+    Cancel,
+    Close,
+    Closed,
+    ErrorMessage,
+    HandedOver,
+    HandOver,
+    Leaving,
+    Link,
+    Linked,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Pages,
+    Ping,
+    Pong,
+    Probe,
+    PushOpen,
+    PushOpened,
+    Received,
+    Reorder,
+    Reordered,
+    Rollback,
+    RolledBack,
+    Step,
+    Sync,
+    Synced,
+    TransferOpen,
+    TransferOpened,
+)
+from nesa_node.swarm.protocol.training_messages import (
+    TrainApplied,
+    TrainApply,
+    TrainBackward,
+    TrainBegan,
+    TrainBegin,
+    TrainForward,
+    TrainGradient,
+    TrainNorm,
+    TrainNormed,
+    TrainOpen,
+    TrainOpened,
+    TrainOutput,
+    TrainPull,
+    TrainRestored,
+    TrainState,
+    TrainTensor,
+)
+
+AnyMessage = (
+    Open | Opened | Busy | Link | Linked | PushOpen | PushOpened | Step | Output | Rollback
+    | RolledBack | Ping | Pong | Leaving | Cancel | Close | Closed | ErrorMessage | HandOver
+    | HandedOver | TransferOpen | TransferOpened | Pages | Sync | Synced | Reorder
+    | Reordered | Probe | Received
+    | TrainOpen | TrainOpened | TrainBegin | TrainBegan | TrainForward | TrainOutput
+    | TrainBackward | TrainGradient | TrainNorm | TrainNormed | TrainApply | TrainApplied
+    | TrainPull | TrainState | TrainTensor | TrainRestored
+    | AdapterQuery | AdapterHeld | AdapterGet | AdapterFiles
+    | AdapterPut | AdapterWanted | AdapterChunk | AdapterStored
+)  # fmt: skip
+
+_WithTensor = (
+    Step | Output | Pages | Probe
+    | TrainForward | TrainOutput | TrainBackward | TrainGradient | TrainTensor
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode_message(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_message(header: bytes | bytearray | memoryview) -> AnyMessage:
+    """Decode a header. Raises `FrameError` for anything but one well-formed, bounded message.
+
+    Texts for people are made plain: control characters are escaped (`core/logging.py`).
+    """
+    try:
+        return _with_plain_text(_decoder.decode(header))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        words = escape_text(str(error)[:200])
+        raise FrameError(f"not a message of this protocol: {words}") from None
+
+
+def _with_plain_text(message: AnyMessage) -> AnyMessage:
+    match message:
+        case Busy():
+            return msgspec.structs.replace(message, message=escape_text(message.message))
+        case ErrorMessage():
+            return msgspec.structs.replace(
+                message, code=escape_text(message.code), message=escape_text(message.message)
+            )
+        case _:
+            return message
+
+
+def tensor_of(message: Message) -> TensorMeta | None:
+    """Description of the tensor that follows `message`; None if none follows."""
+    return message.tensor if isinstance(message, _WithTensor) else None

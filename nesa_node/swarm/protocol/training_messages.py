@@ -1,0 +1,172 @@
+"""Messages of training sessions, which `docs/protocol.md` specifies.
+
+A client trains adapters of a node's span on a stream of its own. Hidden states and gradients have
+the tokens of all texts of a micro-batch, one text after the other, without padding: [T, D].
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from nesa_node.compression.tensors import TensorMeta
+from nesa_node.swarm.protocol.messages import (
+    MAX_EPOCH,
+    MAX_ROWS,
+    MAX_TOKENS,
+    BlockRange,
+    CodecName,
+    Codecs,
+    Epoch,
+    Message,
+    Seconds,
+    Version,
+)
+
+MAX_SPEC_BYTES = 32 * 1024
+MAX_MICRO_BATCHES = 1 << 16
+"""Of one step."""
+MAX_TEXTS = 4096
+"""Texts that one row packs."""
+MAX_STATE_TENSORS = 1 << 20
+
+StepNumber = Epoch
+MicroNumber = Annotated[int, Meta(ge=0, lt=MAX_MICRO_BATCHES)]
+TextLengths = Annotated[
+    tuple[
+        Annotated[
+            tuple[Annotated[int, Meta(ge=1, le=MAX_TOKENS)], ...],
+            Meta(min_length=1, max_length=MAX_TEXTS),
+        ],
+        ...,
+    ],
+    Meta(min_length=1, max_length=MAX_ROWS),
+]
+"""By row, the tokens of each text in it. Several texts in a row only where there is one row."""
+
+
+class TrainOpen(Message, frozen=True, tag="train_open"):
+    """Client to node: create adapters of `blocks` and their optimizer."""
+
+    version: Version
+    model: Annotated[str, Meta(max_length=256)]
+    session: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    blocks: BlockRange
+    spec: Annotated[bytes, Meta(max_length=MAX_SPEC_BYTES)]
+    """Adapters, optimizer and seed (`engine/training/training_spec.py`)."""
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    """Tokens of one micro-batch, with the padding of its rows, at most."""
+    max_kept_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    """Tokens of micro-batches between their forward and backward, at most."""
+    membership: Annotated[bytes, Meta(max_length=64)] = b""
+    quality: CodecName = "exact"
+    """Lowest quality that hidden states and gradients may be compressed to."""
+    codecs: Codecs = ()
+    """Codecs that the client decodes beside "none"."""
+
+
+class TrainOpened(Message, frozen=True, tag="train_opened"):
+    """Node to client: the adapters have their initial values; no step was applied."""
+
+    version: Version
+    step_timeout_s: Seconds
+    codecs: Codecs = ()
+    """Codecs that the node decodes beside "none"."""
+
+
+class TrainBegin(Message, frozen=True, tag="train_begin"):
+    """Begin a step, or begin it again: its micro-batches so far are forgotten."""
+
+    step: StepNumber
+
+
+class TrainBegan(Message, frozen=True, tag="train_began"):
+    step: StepNumber
+
+
+class TrainForward(Message, frozen=True, tag="train_forward"):
+    """Hidden states [T, D] of a micro-batch."""
+
+    step: StepNumber
+    micro: MicroNumber
+    texts: TextLengths
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    """Of dropout."""
+    tensor: TensorMeta
+    keep: bool = True
+    """Whether a backward follows. Without it there is no dropout."""
+
+
+class TrainOutput(Message, frozen=True, tag="train_output"):
+    """Output [T, D] of the span's blocks."""
+
+    step: StepNumber
+    micro: MicroNumber
+    tensor: TensorMeta
+
+
+class TrainBackward(Message, frozen=True, tag="train_backward"):
+    """Gradient [T, D] of a micro-batch's output; micro-batches come in the order 0, 1, 2, ..."""
+
+    step: StepNumber
+    micro: MicroNumber
+    tensor: TensorMeta
+
+
+class TrainGradient(Message, frozen=True, tag="train_gradient"):
+    """Gradient [T, D] of a micro-batch's input."""
+
+    step: StepNumber
+    micro: MicroNumber
+    tensor: TensorMeta
+
+
+class TrainNorm(Message, frozen=True, tag="train_norm"):
+    """Ask for the squared norm of the step's gradients."""
+
+    step: StepNumber
+
+
+class TrainNormed(Message, frozen=True, tag="train_normed"):
+    step: StepNumber
+    squared_norm: Annotated[float, Meta(ge=0)]
+
+
+class TrainApply(Message, frozen=True, tag="train_apply"):
+    """Update the adapters by the gradients times `scale`."""
+
+    step: StepNumber
+    micro_batches: Annotated[int, Meta(ge=1, le=MAX_MICRO_BATCHES)]
+    learning_rate: Annotated[float, Meta(ge=0, le=1e6)]
+    scale: Annotated[float, Meta(ge=0, le=1e6)]
+
+
+class TrainApplied(Message, frozen=True, tag="train_applied"):
+    step: StepNumber
+
+
+class TrainPull(Message, frozen=True, tag="train_pull"):
+    """Ask for adapters and optimizer state."""
+
+
+class TrainState(Message, frozen=True, tag="train_state"):
+    """Adapters and optimizer state after `applied` steps: `tensors` `train_tensor`s follow."""
+
+    applied: StepNumber
+    tensors: Annotated[int, Meta(ge=0, le=MAX_STATE_TENSORS)]
+    digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    """SHA-256 over all names and values (`hash_state`)."""
+
+
+class TrainTensor(Message, frozen=True, tag="train_tensor"):
+    """One tensor of a state, uncompressed."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=512, pattern="^[!-~]+$")]
+    tensor: TensorMeta
+
+
+class TrainRestored(Message, frozen=True, tag="train_restored"):
+    """Node to client: the state that was sent is in place."""
+
+    applied: Annotated[int, Meta(ge=0, le=MAX_EPOCH)]

@@ -1,0 +1,196 @@
+"""Fine-tuning through three nodes, against PEFT and torch's optimizers in one process.
+
+R rows, L tokens of each, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.training.adapter_folder import WEIGHTS_NAME
+from nesa_node.client.training.batches import MicroBatchData
+from nesa_node.client.training.finetuning_session import FinetuningOptions
+from nesa_node.core.errors import ConfigError, RefusedError
+from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig
+from tests.engine.chained import distance
+from tests.engine.tiny_models import BLOCKS, reference
+from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS, remove_dropout
+from tests.swarms import in_process_swarm, thirds
+
+pytestmark = PEFT_WARNINGS
+SEED = 5
+STEPS = 6
+RATE = 2e-3
+MAX_NORM = 0.5
+CONFIG: Any = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+
+
+def make_batch(step: int) -> dict[str, Tensor]:
+    """Three rows of different lengths, padded at the right."""
+    generator = torch.Generator().manual_seed(step)
+    ids_RL = torch.randint(3, 300, (3, 20), generator=generator)
+    mask_RL = (torch.arange(20) < torch.tensor([[20], [13], [17]])).long()
+    labels_RL = torch.where(mask_RL.bool(), ids_RL, -100)
+    labels_RL[:, :4] = -100
+    return {"input_ids": ids_RL, "attention_mask": mask_RL, "labels": labels_RL}
+
+
+def train_reference(folder: Path, steps: int) -> tuple[Any, list[float], list[float]]:
+    torch.manual_seed(SEED)
+    model: Any = peft.get_peft_model(reference(folder).float(), copy.deepcopy(CONFIG))
+    model.train()
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
+    losses, norms = [], []
+    for step in range(steps):
+        loss = model(**make_batch(step), use_cache=False).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return model, losses, norms
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return remove_dropout(tiny("llama"), tmp_path_factory.mktemp("model"))
+
+
+def options(**more: Any) -> FinetuningOptions:
+    # Two rows fit into a micro-batch.
+    return FinetuningOptions(
+        learning_rate=RATE, max_grad_norm=MAX_NORM, max_tokens=40, checkpoint_every=4, **more
+    )
+
+
+def test_losses_and_adapters_equal_those_of_one_process(folder: Path, tmp_path: Path) -> None:
+    expected, losses, norms = train_reference(folder, STEPS)
+    with (
+        in_process_swarm(folder, thirds(BLOCKS), tmp_path) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32
+        ) as model,
+        model.finetuning_session(CONFIG, seed=SEED, options=options()) as session,
+    ):
+        for step in range(STEPS):
+            result = session.step(make_batch(step))
+            assert result.loss == pytest.approx(losses[step], rel=1e-5)
+            assert result.grad_norm == pytest.approx(norms[step], rel=1e-5)
+        assert session.applied == STEPS
+        session.save_pretrained(tmp_path / "adapter")
+        held_out = session.evaluate(make_batch(99))
+    loaded: Any = peft.PeftModel.from_pretrained(reference(folder).float(), tmp_path / "adapter")
+    theirs = dict(expected.named_parameters())
+    trained = [name for name, value in theirs.items() if value.requires_grad]
+    for name, value in loaded.named_parameters():
+        if name in trained:
+            assert distance(value.detach(), theirs[name].detach()) <= 1e-4, name
+    loaded.eval()
+    with torch.no_grad():
+        assert held_out == pytest.approx(float(loaded(**make_batch(99)).loss), rel=1e-5)
+
+
+def test_blocks_of_the_client_are_trained_too(folder: Path, tmp_path: Path) -> None:
+    expected, losses, norms = train_reference(folder, 3)
+    with (
+        in_process_swarm(folder, thirds(BLOCKS), tmp_path) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32, client_blocks=(1, 1)
+        ) as model,
+        model.finetuning_session(CONFIG, seed=SEED, options=options()) as session,
+    ):
+        assert [str(hop.span) for hop in session.hops] == ["1:2", "2:4", "4:5"]
+        for step in range(3):
+            result = session.step(make_batch(step))
+            assert result.loss == pytest.approx(losses[step], rel=1e-5)
+            assert result.grad_norm == pytest.approx(norms[step], rel=1e-5)
+        session.save_pretrained(tmp_path / "adapter")
+    found = load_file(tmp_path / "adapter" / WEIGHTS_NAME)
+    theirs = {
+        name.replace(".default", ""): value.detach()
+        for name, value in expected.named_parameters()
+        if value.requires_grad
+    }
+    assert found.keys() == theirs.keys()
+    for name, value in found.items():
+        assert distance(value, theirs[name]) <= 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("gpt2", peft.IA3Config(target_modules=["c_attn", "c_fc"], feedforward_modules=["c_fc"])),
+        ("qwen3", BottleneckConfig(8)),
+        ("mixtral", DeepPromptConfig(4)),
+    ],
+)
+def test_every_kind_of_adapter_lowers_the_loss(
+    family: str, config: Any, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tiny(family)
+    with (
+        in_process_swarm(folder, thirds(BLOCKS), tmp_path) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32
+        ) as model,
+        model.finetuning_session(config, seed=SEED, options=options()) as session,
+    ):
+        before = session.evaluate(make_batch(0))
+        for _ in range(8):
+            session.step(make_batch(0), learning_rate=2e-2)
+        assert session.evaluate(make_batch(0)) < before - 0.02
+
+
+def test_texts_that_share_a_row_do_not_see_each_other(folder: Path, tmp_path: Path) -> None:
+    batch = make_batch(3)
+    lengths = [20, 13, 17]
+    ids = torch.cat([row[:n] for row, n in zip(batch["input_ids"], lengths, strict=True)])
+    labels = torch.cat([row[:n] for row, n in zip(batch["labels"], lengths, strict=True)])
+    packed = MicroBatchData(ids[None], labels[None], (tuple(lengths),), int((labels != -100).sum()))
+    with (
+        in_process_swarm(folder, thirds(BLOCKS), tmp_path) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32
+        ) as model,
+        model.finetuning_session(
+            CONFIG, seed=SEED, options=FinetuningOptions(max_tokens=60)
+        ) as session,
+    ):
+        apart, together = session.evaluate(batch), session.evaluate([packed])
+        assert together == pytest.approx(apart, rel=1e-5)
+        with pytest.raises(ConfigError, match="all are -100"):
+            session.step({"input_ids": batch["input_ids"], "labels": batch["labels"] * 0 - 100})
+        with pytest.raises(ConfigError, match="at most 60"):
+            session.step(
+                {"input_ids": torch.ones(1, 61).long(), "labels": torch.ones(1, 61).long()}
+            )
+
+
+def test_what_nodes_do_not_train_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    with (
+        in_process_swarm(folder, thirds(BLOCKS), tmp_path, training_gib=0) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32, recovery_timeout_s=3
+        ) as model,
+    ):
+        for config, words in (
+            (peft.LoraConfig(use_dora=True), "use_dora"),
+            (peft.LoraConfig(modules_to_save=["lm_head"]), "modules_to_save"),
+            (peft.LoraConfig(target_modules="nothing_.*"), "fits no module"),
+            (peft.LoraConfig(r=5000), "5000|1024"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                model.finetuning_session(config)
+        with pytest.raises(RefusedError, match="lends no memory"):
+            model.finetuning_session(CONFIG)
