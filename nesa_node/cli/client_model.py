@@ -79,7 +79,9 @@ def open_client_model(
     with exit_on_interrupt():
         from nesa_node.client.model.auto import open_model, open_named_checkpoint
 
-    return open_model(config, open_named_checkpoint(config, name))
+    return open_model(
+        config, open_named_checkpoint(config, name), adapter=getattr(config, "adapter", None)
+    )
 
 
 class ReconnectingModel:

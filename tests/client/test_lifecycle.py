@@ -109,7 +109,13 @@ class ScriptedConnection(SwarmConnection):
 
     @asynccontextmanager
     async def open_session(
-        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
+        self,
+        span: Span,
+        *,
+        rows: int,
+        max_tokens: int,
+        prefix: SessionPrefix | None = None,
+        adapter: bytes = b"",
     ) -> AsyncIterator[BlockSession]:
         session = ScriptedSession(rows, max_tokens, self._on_step)
         self.sessions.append(session)

@@ -21,6 +21,7 @@ from nesa_node.core.errors import StreamClosedError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.engine.cache.pages import PAGE_TOKENS, PagePool
 from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.server.adapters.loaded_adapters import LoadedAdapters
 from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import Scheduler, open_scheduler
 from nesa_node.server.session import session_server
@@ -281,6 +282,8 @@ class Node:
             blocks,
             scheduler,
             self.admission,
+            cast(Any, None),  # sessions here neither train nor name adapters
+            LoadedAdapters(blocks, cast(Any, None), 0),
             idle_timeout_s=idle_timeout_s,
         )
         self._tasks: asyncio.TaskGroup | None = None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from nesa_node.cli.views.text_parts import make_console, make_plain_table
 from nesa_node.core.ids import ModelId
-from nesa_node.server.adapters.catalog import PublishedAdapter
+from nesa_node.swarm.adapter_catalog import PublishedAdapter
 
 _PIPE_WIDTH_CHARS = 160
 _AUTHOR_CHARS = 8

@@ -69,6 +69,7 @@ class AutoDistributedModelForCausalLM:
         strategy: StrategyName = "exact-latency",
         reuse_prefix: bool = True,
         prefix_salt: bytes | None = None,
+        adapter: str | None = None,
     ) -> DistributedModelForCausalLM:
         """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
 
@@ -91,6 +92,9 @@ class AutoDistributedModelForCausalLM:
         this model only). Clients with the same salt share prefixes on nodes if their operators
         trust all these clients, and a client with a fixed identity (`identity_path`) finds its own
         again. Not with `client_blocks` at the end of the model.
+
+        `adapter` names a published LoRA adapter (`nesa-node adapters list`) that nodes use beside
+        the model in all sessions that name no other one.
 
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for contradictory
         arguments, a missing device and malformed initial peers.
@@ -124,6 +128,7 @@ class AutoDistributedModelForCausalLM:
             device=device,
             client_blocks=client_blocks,
             prefix_salt=choose_prefix_salt(reuse_prefix, prefix_salt),
+            adapter=adapter,
         )
 
 
@@ -146,6 +151,7 @@ def build_model(
     device: torch.device | str = "cpu",
     client_blocks: tuple[int, int] = (0, 0),
     prefix_salt: bytes | None = None,
+    adapter: str | None = None,
 ) -> DistributedModelForCausalLM:
     """Make a model over `checkpoint` that reaches the swarm's blocks through `connect`."""
     first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
@@ -177,6 +183,7 @@ def build_model(
         ((local, first), (None, remote), (local, last)),
         checkpoint=checkpoint,
         prefix_salt=prefix_salt,
+        adapter=adapter,
         on_close=local.close if local is not None else lambda: None,
     )
 
@@ -226,11 +233,16 @@ def open_named_checkpoint(config: ClientConfig, name: str) -> Checkpoint:
 
 
 def open_model(
-    config: ClientConfig, checkpoint: Checkpoint, *, discovered: bool = False
+    config: ClientConfig,
+    checkpoint: Checkpoint,
+    *,
+    discovered: bool = False,
+    adapter: str | None = None,
 ) -> tuple[DistributedModelForCausalLM, PreTrainedTokenizerBase]:
     """Load the tokenizer, embedding and head of `checkpoint`. The caller closes the model.
 
-    The swarm is joined with the first session. `discovered` marks models chosen by untrusted peers:
+    The swarm is joined with the first session; `adapter` is as in `from_pretrained`.
+    `discovered` marks models chosen by untrusted peers:
     their tokenizers are restricted, and embedding and head must leave free memory
     (`require_room_for_embedder_and_head`). Raises what fetching files raises, and `ConfigError`.
     """
@@ -252,5 +264,6 @@ def open_model(
         dtype=dtype,
         device=device,
         prefix_salt=choose_prefix_salt(config.reuse_prefix, None),
+        adapter=adapter,
     )
     return model, tokenizer

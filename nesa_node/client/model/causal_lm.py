@@ -86,6 +86,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         *,
         checkpoint: Checkpoint,
         prefix_salt: bytes | None = None,
+        adapter: str | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`prefix_salt=None` disables the prefix cache."""
@@ -100,6 +101,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         self._layers = layers
         self._checkpoint = checkpoint
         self._prefix_salt = prefix_salt
+        self._adapter = adapter
         self._loop = LoopThread("nesa-client")
         self._connection: HeldContext[SwarmConnection] | None = None
         self._sessions: weakref.WeakSet[InferenceSession] = weakref.WeakSet()
@@ -189,6 +191,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         *,
         prompt: torch.Tensor | Sequence[Sequence[int]] | None = None,
         prefix_scope: str = "",
+        adapter: str | None = None,
         interrupt: Interrupt | None = None,
     ) -> InferenceSession:
         """Open a session for up to `max_length` tokens in each of `batch_size` rows.
@@ -199,17 +202,27 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         same `prefix_scope`: give each user one of their own where users must not detect each
         other's prompts.
 
+        `adapter` names a published adapter (`name`, `author/name` or a digest) that the nodes use
+        beside the model; None: that of `from_pretrained`, if any.
+
         `interrupt` lets other threads end the session, also while it waits for nodes.
 
         Raises `ContextLengthError` where the model or the route cannot hold that many tokens,
-        `MissingBlocksError` where blocks have no node, `ValueError` for sizes below 1.
+        `MissingBlocksError` where blocks have no node, `AdapterError` for an adapter that is not
+        published, `RefusedError` where nodes do not serve it, `ValueError` for sizes below 1.
         """
         if max_length < 1 or batch_size < 1:
             raise ValueError("max_length and batch_size must be at least 1")
         self._check_length(max_length)
         layers = self._connected_layers()
         prefix = self._session_prefix(prompt, batch_size, prefix_scope)
-        context = open_layers(layers, rows=batch_size, max_tokens=max_length, prefix=prefix)
+        context = open_layers(
+            layers,
+            rows=batch_size,
+            max_tokens=max_length,
+            prefix=prefix,
+            adapter=self._find_adapter(self._adapter if adapter is None else adapter),
+        )
         held = self._loop.hold(context, interrupt=interrupt)
         session = InferenceSession(self.ends, self._loop, held, prefix, interrupt)
         self._sessions.add(session)
@@ -257,6 +270,14 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             model_id=opener.model_id,
             base_model=self._checkpoint.name,
         )
+
+    def _find_adapter(self, name: str | None) -> bytes:
+        """Digest of a published adapter; empty without a name."""
+        if not name:
+            return b""
+        connection: Any = self._ensure_connection()
+        found = self._loop.run(connection.find_adapter(name))
+        return bytes.fromhex(found.digest)
 
     @torch.no_grad()
     def forward(

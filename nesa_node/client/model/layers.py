@@ -87,6 +87,7 @@ async def open_layers(
     rows: int,
     max_tokens: int,
     prefix: SessionPrefix | None = None,
+    adapter: bytes = b"",
 ) -> AsyncIterator[BlockSession]:
     """Open one session over consecutive spans, each by its own connection; empty spans are skipped.
 
@@ -100,7 +101,9 @@ async def open_layers(
         for connection, span in layers:
             is_last = len(sessions) == len(layers) - 1
             its = _prefix_after(sessions, prefix) if prefix is not None and is_last else None
-            opening = connection.open_session(span, rows=rows, max_tokens=max_tokens, prefix=its)
+            opening = connection.open_session(
+                span, rows=rows, max_tokens=max_tokens, prefix=its, adapter=adapter
+            )
             sessions.append(await stack.enter_async_context(opening))
         yield sessions[0] if len(sessions) == 1 else LayeredSession(sessions)
 
@@ -373,8 +376,16 @@ class LocalConnection(SwarmConnection):
 
     @asynccontextmanager
     async def open_session(
-        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
+        self,
+        span: Span,
+        *,
+        rows: int,
+        max_tokens: int,
+        prefix: SessionPrefix | None = None,
+        adapter: bytes = b"",
     ) -> AsyncIterator[BlockSession]:
+        if adapter:
+            raise UnsupportedFeatureError("an adapter needs all blocks in the swarm")
         parts = self.find_parts(span)
         session = LocalSession(
             parts, self.worker, rows=rows, max_tokens=max_tokens, codec=self._codec

@@ -101,6 +101,8 @@ class RouteRequest:
     """Blocks of the whole model, if known: records that contradict it are ignored."""
     prefix: Prefix = ()
     """Digests of each row's prompt."""
+    adapter: bytes = b""
+    """Digest of the adapter that nodes use beside the model; empty: none."""
     allowed_peers: frozenset[PeerId] | None = None
     """Peers that the session may use; None: all."""
 
@@ -122,6 +124,8 @@ class RouteRequest:
             words.append(self.options.quality)
         if self.options.min_precision != "nf4":
             words.append(f"weights {self.options.min_precision}")
+        if self.adapter:
+            words.append(f"adapter {self.adapter.hex()}")
         return " ".join(words)
 
     @property

@@ -225,10 +225,16 @@ class SwarmConnection(Protocol):
     """Membership in the swarm that opens sessions. For one event loop."""
 
     def open_session(
-        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
+        self,
+        span: Span,
+        *,
+        rows: int,
+        max_tokens: int,
+        prefix: SessionPrefix | None = None,
+        adapter: bytes = b"",
     ) -> AbstractAsyncContextManager[BlockSession]:
         """Open a session over the blocks of `span` for up to `max_tokens` tokens in each of `rows`
-        rows.
+        rows, with the adapter of that digest, if it is not empty.
 
         With a `prefix` its rows may start with some of those tokens, see `lengths`. Entering raises
         `ContextLengthError` where no route can hold that many tokens per row and

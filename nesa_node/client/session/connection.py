@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,12 +25,14 @@ from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.decision_log import DecisionLog
-from nesa_node.core.errors import ConfigError, NesaError
+from nesa_node.core.errors import AdapterError, ConfigError, NesaError
 from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricSample
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.routing.chain_request import VISIT_OVERHEAD_S
+from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, list_published
+from nesa_node.swarm.dht.adapter_notices import AdapterNotice
 from nesa_node.swarm.node import Swarm, open_swarm, swarm_samples
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.link_measurements import ping
@@ -44,6 +47,8 @@ SEQUENTIAL_STEPS = 6
 """Steps sent one after another. A node may batch pipelined steps, and a batch takes little longer
 than one step where reading the weights dominates; single steps cannot be batched."""
 _AUDIT_TIMEOUT_S = 20.0
+ADAPTERS_FRESH_S = 60.0
+"""Seconds for which names of adapters are looked up in what was read from the DHT."""
 
 
 async def measure_speed(swarm: Swarm, node: NodeState, request: RouteRequest) -> float | None:
@@ -115,6 +120,7 @@ class RemoteConnection:
             audit=lambda node, request: measure_speed(swarm, node, request),
         )
         self._open_limiter = OpenLimiter()
+        self._adapters_read_at = -math.inf
         self.metrics = SessionMetrics()
         self._rng = random.Random()
 
@@ -124,12 +130,19 @@ class RemoteConnection:
 
     @asynccontextmanager
     async def open_session(
-        self, span: Span, *, rows: int, max_tokens: int, prefix: SessionPrefix | None = None
+        self,
+        span: Span,
+        *,
+        rows: int,
+        max_tokens: int,
+        prefix: SessionPrefix | None = None,
+        adapter: bytes = b"",
     ) -> AsyncIterator[RemoteSession]:
         """See `SwarmConnection.open_session`."""
-        model_id, precision = self._request.model_id, self._request.numerics_label
+        adapted = replace(self._request, adapter=adapter)
+        model_id, precision = adapted.model_id, adapted.numerics_label
         request = replace(
-            self._request,
+            adapted,
             span=span,
             rows=rows,
             max_tokens=max_tokens,
@@ -152,6 +165,20 @@ class RemoteConnection:
         finally:
             self.metrics.open -= 1
             await session.close()
+
+    async def find_adapter(self, text: str) -> PublishedAdapter:
+        """The published adapter that `name`, `author/name` or a digest means.
+
+        Raises `AdapterError`, and the `SwarmError`s of the DHT.
+        """
+        notices, model_id = self.swarm.notices, self._request.model_id
+        if time.monotonic() - self._adapters_read_at < ADAPTERS_FRESH_S:
+            with suppress(AdapterError):
+                known = notices.known_notices(AdapterNotice, model_id)
+                return find_published(list_published(known), text)
+        found = await notices.fetch(AdapterNotice, model_id)
+        self._adapters_read_at = time.monotonic()
+        return find_published(list_published(found), text)
 
     @asynccontextmanager
     async def open_training(

@@ -188,6 +188,10 @@ class HopLink:
         answer = await self._exchange(message, timeout_s)
         if not isinstance(answer, Opened):
             raise self._fail_unexpected(answer)
+        if answer.adapter != self._request.adapter:
+            reason = f"{self.hop.peer_id} serves no adapters: its version is older"
+            self.fail(reason)
+            raise RemoteError("unknown_adapter", reason)
         self.opened = answer
         self.wire = LinkEncoder(self._request.options.quality, answer.codecs, self._speed)
 

@@ -235,6 +235,7 @@ class HopOpener:
             prefix=link.prefix_for_node(self._prefix_start.prefix) if donor is None else (),
             quality=request.options.quality,
             codecs=codec_names(),
+            adapter=request.adapter,
             trace=self.trace,
             membership=membership_proof(
                 request.options.swarm_key,

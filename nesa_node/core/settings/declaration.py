@@ -146,8 +146,6 @@ _WORDS = BeforeValidator(_split_words)
 
 PositiveInt = Annotated[int, _NUMBER, Field(ge=1), ValueFormat("INT")]
 NonNegativeInt = Annotated[int, _NUMBER, Field(ge=0), ValueFormat("INT")]
-LentGibibytes = Annotated[float, _NUMBER, Field(ge=0, allow_inf_nan=False), ValueFormat("GIB")]
-"""0 lends nothing."""
 Gibibytes = Annotated[float, _NUMBER, Field(gt=0, allow_inf_nan=False), ValueFormat("GIB")]
 NonNegativeGibibytes = Annotated[
     float, _NUMBER, Field(ge=0, allow_inf_nan=False), ValueFormat("GIB")

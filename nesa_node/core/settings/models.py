@@ -47,7 +47,6 @@ from nesa_node.core.settings.declaration import (
     HostNames,
     Hours,
     HttpAddressText,
-    LentGibibytes,
     ListenAddresses,
     Location,
     ModelName,
@@ -241,6 +240,13 @@ class AnswerConfig(ClientConfig):
     """Settings of commands that answer prompts."""
 
     file_help = "TOML file with any of these settings, except those of prompts and sampling."
+
+    adapter: Annotated[str, ValueFormat("NAME")] | None = setting(
+        None,
+        "Swarm",
+        "Published adapter to answer with: NAME or AUTHOR/NAME (`nesa-node adapters list`).",
+        basic=True,
+    )
 
 
 class DashboardConfig(AccessConfig):
@@ -470,7 +476,10 @@ class NodeConfig(OrchestratorConfig):
     attn_cache_tokens: PositiveInt | None = setting(
         None, "Limits", "Capacity of the KV cache in tokens."
     )
-    training_gib: LentGibibytes | None = setting(
+    adapter_memory_gib: NonNegativeGibibytes = setting(
+        1, "Limits", "Memory for adapters that sessions use, in GiB; 0 serves none."
+    )
+    training_gib: NonNegativeGibibytes | None = setting(
         None,
         "Limits",
         "Memory for clients that fine-tune on this node's blocks, in GiB; 0 refuses them.",

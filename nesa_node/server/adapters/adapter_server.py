@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +36,6 @@ from nesa_node.engine.weights.adapter_files import (
     LayerSizes,
     check_adapter_folder,
 )
-from nesa_node.server.adapters.catalog import PublishedAdapter, find_published, list_published
 from nesa_node.server.adapters.store import AdapterStore
 from nesa_node.server.adapters.transfer import (
     AdapterPeer,
@@ -47,6 +46,7 @@ from nesa_node.server.adapters.transfer import (
     send_files,
 )
 from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, list_published
 from nesa_node.swarm.dht.adapter_notices import MAX_ADAPTER_BYTES, AdapterNotice, ListedAdapter
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import verify_adapter_proof
@@ -73,8 +73,9 @@ MAX_TRANSFERS = 8
 MAX_TRANSFERS_PER_PEER = 2
 PEER_BYTES_PER_HOUR = 2 * 2**30
 """Bytes that one peer may upload and fetch together; a node's uplink is not a mirror's."""
-_READ_INTERVAL_S = 5.0
-"""Minimum time between two readings of the notices for names that are not known."""
+MAX_READS = 8
+"""Readings of the notices for names that are not known, within `_READS_WINDOW_S`."""
+_READS_WINDOW_S = 40.0
 _SERVED_AGE_S = 1.0
 """Age up to which the list of held adapters is answered again without reading the folder."""
 _PUT_BYTES = 64 * 1024
@@ -154,7 +155,7 @@ class AdapterServer:
         self._refusals = refusals or RefusalLog()
         self._limits = TransferLimits()
         self._budget = MessageBudget()
-        self._read_at = -math.inf
+        self._reads: deque[float] = deque(maxlen=MAX_READS)
         self._served: dict[str, int] = {}
         self._served_at = -math.inf
         self._incoming_bytes = 0
@@ -191,11 +192,17 @@ class AdapterServer:
             return find_published(list_published(self._known_notices()), text)
         except AdapterError:
             now = time.monotonic()
-            if now < self._read_at + _READ_INTERVAL_S:
+            if len(self._reads) == MAX_READS and now < self._reads[0] + _READS_WINDOW_S:
                 raise
-            self._read_at = now
+            self._reads.append(now)
         await self._swarm.notices.fetch(AdapterNotice, self.model_id)
         return find_published(list_published(self._known_notices()), text)
+
+    async def open_digest(self, digest: str) -> Path:
+        """As `open`, for the adapter of a digest. Raises `AdapterError` if none lists it."""
+        if digest in await self._list_served():
+            return await asyncio.to_thread(self.store.open, digest)
+        return await self.open(await self.find(digest))
 
     async def open(self, adapter: PublishedAdapter) -> Path:
         """The PEFT folder of an adapter, fetched from another node where it is not held.

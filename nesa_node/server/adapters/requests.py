@@ -34,8 +34,8 @@ from nesa_node.engine.weights.adapter_files import (
     read_adapter_folder,
 )
 from nesa_node.engine.weights.checkpoint import open_folder
-from nesa_node.server.adapters.catalog import PublishedAdapter, find_published, list_published
 from nesa_node.server.adapters.transfer import AdapterPeer, find_holders
+from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, list_published
 from nesa_node.swarm.dht.adapter_notices import (
     ADAPTER_MAX_TTL_S,
     ADAPTER_NAME_PATTERN,

@@ -60,6 +60,7 @@ from nesa_node.server.orchestrator.launch import (
 )
 from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import open_scheduler
+from nesa_node.server.session.message_loop import RefusalLog
 from nesa_node.swarm.node import Swarm, open_swarm, probe_rtts
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import running_in_background
@@ -183,6 +184,8 @@ async def serve_node(
     ):
         move_limiter = move_limiter or make_move_limiter(config)
         roofline = await asyncio.to_thread(_find_roofline, config, served)
+        refusals = RefusalLog()
+        adapters = _make_adapter_server(config, served, swarm, refusals)
         runner = SpanRunner(
             config=config,
             served=served,
@@ -191,9 +194,10 @@ async def serve_node(
             announcer=_make_announcer(config, served, blocks, swarm, move_limiter, roofline),
             move_limiter=move_limiter,
             shutdown=Shutdown(stopping, swarm.transport),
+            adapters=adapters,
+            refusals=refusals,
         )
         swarm.directory.set_num_blocks(served.model_id, served.checkpoint.num_blocks)
-        adapters = _make_adapter_server(runner)
         await swarm.transport.serve(ADAPTER_PROTOCOL, adapters.handle)
         addresses, sources = swarm.transport.addresses, metric_sources or MetricRegistry()
         with register_known_swarm(config, addresses, served.model_id):
@@ -335,8 +339,9 @@ def _make_announcer(
     )
 
 
-def _make_adapter_server(runner: SpanRunner) -> AdapterServer:
-    config, swarm, served = runner.config, runner.swarm, runner.served
+def _make_adapter_server(
+    config: NodeConfig, served: NodeModel, swarm: Swarm, refusals: RefusalLog
+) -> AdapterServer:
     checkpoint, own = served.checkpoint, swarm.identity.peer_id
 
     def find_addresses() -> dict[PeerId, tuple[str, ...]]:
@@ -356,7 +361,7 @@ def _make_adapter_server(runner: SpanRunner) -> AdapterServer:
         authors=frozenset(config.adapter_authors),
         allow=frozenset(config.allow_peers),
         deny=frozenset(config.deny_peers),
-        refusals=runner.refusals,
+        refusals=refusals,
     )
 
 

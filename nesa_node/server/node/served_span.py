@@ -20,6 +20,8 @@ from nesa_node.engine.model.devices import (
 )
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.files import show_progress
+from nesa_node.server.adapters.adapter_server import AdapterServer
+from nesa_node.server.adapters.loaded_adapters import LoadedAdapters
 from nesa_node.server.node.announcer import Capacity
 from nesa_node.server.node.span_choice import NodeModel, count_cache_tokens
 from nesa_node.server.scheduler.scheduler import Scheduler
@@ -66,11 +68,13 @@ async def open_span(
     swarm: Swarm,
     scheduler: Scheduler,
     span: Span,
+    adapters: AdapterServer,
     refusals: RefusalLog | None = None,
 ) -> AsyncIterator[ServedSpan]:
     """Load and measure `span`, and allocate its cache. On exit no session uses it any more.
 
-    The memory is freed once the caller has dropped its references too. `refusals` is shared by all
+    The memory is freed once the caller has dropped its references too. `adapters` has the files of
+    adapters that sessions name. `refusals` is shared by all
     spans of the daemon. Raises `ModelError`, `ResourceError` and `OSError`.
     """
     device = scheduler.executor
@@ -99,6 +103,7 @@ async def open_span(
         scheduler,
         admission,
         training,
+        LoadedAdapters(blocks, adapters, gib_to_bytes(config.adapter_memory_gib) or 0),
         swarm_key=secret_text(config.swarm_key),
         step_timeout_s=config.step_timeout_s,
         idle_timeout_s=config.idle_timeout_s,

@@ -20,6 +20,7 @@ from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.model.devices import SpanThroughput, release_memory
+from nesa_node.server.adapters.adapter_server import AdapterServer
 from nesa_node.server.node.announcer import Announcer, Capacity
 from nesa_node.server.node.invitation import print_invitation, ready_file, ready_file_fields
 from nesa_node.server.node.move_limiter import MoveLimiter, MoveOutcome, MoveRequest, MoveState
@@ -92,6 +93,7 @@ class SpanRunner:
     announcer: Announcer
     move_limiter: MoveLimiter
     shutdown: Shutdown
+    adapters: AdapterServer
     refusals: RefusalLog = field(default_factory=RefusalLog)
     served_span: ServedSpan | None = None
     """The span served now."""
@@ -137,7 +139,13 @@ class SpanRunner:
         """Load, serve and drain `span`. Returns the next span; None on shutdown."""
         async with AsyncExitStack() as stack:
             opening = open_span(
-                self.config, self.served, self.swarm, self.scheduler, span, self.refusals
+                self.config,
+                self.served,
+                self.swarm,
+                self.scheduler,
+                span,
+                self.adapters,
+                self.refusals,
             )
             try:
                 served_span = await self.shutdown.run_until_shutdown(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import ParamSpec, TypeVar
 
+from nesa_node.engine.adapters.served_adapter import ServedAdapter
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, StepBuffers
 from nesa_node.swarm.p2p.tasks import wait_until_done
@@ -63,9 +64,12 @@ class SessionBatch:
 
 
 def take_tokens(
-    queue: Iterable[QueuedStep], tables: Sequence[PageTable], tokens: int
+    queue: Iterable[QueuedStep],
+    tables: Sequence[PageTable],
+    tokens: int,
+    adapter: ServedAdapter | None = None,
 ) -> SessionBatch:
-    """Take the next `tokens` of consecutive queued steps into an iteration."""
+    """Take the next `tokens` of consecutive queued steps into an iteration, with `adapter`."""
     chunks: list[TokenChunk] = []
     completed: list[QueuedStep] = []
     for queued in queue:
@@ -82,7 +86,7 @@ def take_tokens(
     counts: dict[int, int] = {}
     for chunk in chunks:
         counts[chunk.row] = counts.get(chunk.row, 0) + chunk.end - chunk.start
-    runs = [RowChunk(tables[row], count) for row, count in counts.items()]
+    runs = [RowChunk(tables[row], count, adapter) for row, count in counts.items()]
     return SessionBatch(_merge_adjacent(chunks), runs, completed)
 
 

@@ -17,6 +17,7 @@ import torch
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.metrics import BATCH_SIZE, ITERATION_TIME, NODE_STEP_LATENCY
+from nesa_node.engine.adapters.served_adapter import ServedAdapter
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.kernels.threads import clipped_mean
 from nesa_node.engine.model.blocks import ModelBlocks
@@ -184,6 +185,7 @@ class Scheduler:
         priority: int,
         dtype: torch.dtype,
         session: str = "",
+        adapter: ServedAdapter | None = None,
     ) -> AsyncIterator[SessionQueue]:
         """Open a queue for a session, with one table for each of its rows; `dtype` is the outputs'
         dtype.
@@ -192,7 +194,13 @@ class Scheduler:
         tables.
         """
         queue = SessionQueue(
-            tables, blocks, client=client, priority=priority, dtype=dtype, session=session
+            tables,
+            blocks,
+            client=client,
+            priority=priority,
+            dtype=dtype,
+            session=session,
+            adapter=adapter,
         )
         self._queues[queue] = None
         try:

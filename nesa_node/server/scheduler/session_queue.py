@@ -19,6 +19,7 @@ from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import CacheFullError, ProtocolError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
+from nesa_node.engine.adapters.served_adapter import ServedAdapter
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.server.scheduler.batch import QueuedStep, SessionBatch, take_tokens
@@ -145,9 +146,7 @@ class SessionQueue(ScheduledSession):
     """Queue of one session. Everything here runs on the event loop.
 
     The tables belong to the running iteration, if this session is in it; other code may change them
-    only after `clear_and_pause` and `wait_until_idle`. What else an iteration has to know of a
-    session belongs here, such as the LoRA adapter by which `run_batch` would group the runs of one
-    forward.
+    only after `clear_and_pause` and `wait_until_idle`. All rows use `adapter`.
     """
 
     def __init__(
@@ -159,12 +158,14 @@ class SessionQueue(ScheduledSession):
         priority: int,
         dtype: torch.dtype,
         session: str = "",
+        adapter: ServedAdapter | None = None,
     ) -> None:
         """`dtype` is the outputs' dtype."""
         super().__init__(client=client, priority=priority, span=blocks.span)
         self.tables = tables
         self.blocks = blocks
         self.dtype = dtype
+        self._adapter = adapter
         self._session = session
         self.end_positions: dict[int, int] = {}
         """Where the queued tokens of a row end."""
@@ -247,7 +248,7 @@ class SessionQueue(ScheduledSession):
 
     def start_iteration(self, tokens: int) -> SessionBatch:
         """Take `tokens` from the queue for an iteration."""
-        batch = self._batch = take_tokens(self._steps, self.tables, tokens)
+        batch = self._batch = take_tokens(self._steps, self.tables, tokens, self._adapter)
         self._idle.clear()
         return batch
 

@@ -22,6 +22,7 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import ModelId, PeerId, SessionId, Span
 from nesa_node.core.logging import get_logger, session_name
 from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.server.adapters.loaded_adapters import LoadedAdapters
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.scheduler.session_queue import PRIORITIES
 from nesa_node.server.session.admission import Admission
@@ -82,6 +83,7 @@ class SessionServer:
         scheduler: Scheduler,
         admission: Admission,
         training: TrainingServer,
+        adapters: LoadedAdapters,
         *,
         swarm_key: str | None = None,
         step_timeout_s: float = 30.0,
@@ -94,6 +96,7 @@ class SessionServer:
         self._scheduler = scheduler
         self._admission = admission
         self._training = training
+        self._adapters = adapters
         self._num_trainings = 0
         self._swarm_key = swarm_key
         self._step_timeout_s = step_timeout_s
@@ -214,6 +217,7 @@ class SessionServer:
         executor = self._scheduler.executor
         # The push stream closes after the pages are free.
         async with AsyncExitStack() as push_scope:
+            adapter = await push_scope.enter_async_context(self._adapters.using(opened.adapter))
             with self._admission.admit_session(
                 stream.peer, rows=opened.rows, max_tokens=opened.max_tokens
             ) as grant:
@@ -225,6 +229,7 @@ class SessionServer:
                     priority=PRIORITIES.index(opened.priority),
                     dtype=DTYPES[opened.dtype],
                     session=session_name(opened.session),
+                    adapter=adapter,
                 ) as queue:
                     state = SessionState(
                         opened, stream.peer, queue, grant.reservation, self._admission.limits
@@ -253,6 +258,7 @@ class SessionServer:
                         step_timeout_s=self._step_timeout_s,
                         held=session.state.lengths,
                         codecs=codec_names(),
+                        adapter=opened.adapter,
                     )
                 )
                 trace.end_opening()

@@ -34,6 +34,7 @@ Mode = Literal["chain", "star"]
 Want = Literal["all", "last", "none"]
 Priority = Literal["interactive", "batch", "training"]
 CodecName = Annotated[str, Meta(min_length=1, max_length=32, pattern="^[!-~]+$")]
+AdapterName = Annotated[bytes, Meta(max_length=32)]
 Codecs = Annotated[tuple[CodecName, ...], Meta(max_length=MAX_CODECS)]
 
 
@@ -77,6 +78,8 @@ class Open(Message, frozen=True, tag="open"):
     """Lowest quality that hidden states may be compressed to (`compression/codecs.py`)."""
     codecs: Codecs = ()
     """Codecs that the client decodes beside "none"."""
+    adapter: AdapterName = b""
+    """Digest of the adapter to use beside the model; empty: none."""
     trace: Annotated[bytes, Meta(max_length=64)] = b""
     """Parent of the node's trace span, in a chain: 16 bytes of trace id and 8 of span id. Bytes of
     any other length are ignored."""
@@ -94,6 +97,8 @@ class Opened(Message, frozen=True, tag="opened"):
     """Per row, how many of the tokens that `prefix` covers are in the cache already."""
     codecs: Codecs = ()
     """Codecs that the node decodes beside "none"."""
+    adapter: AdapterName = b""
+    """As in `open`. A node of protocol 1.5 or older knows none."""
 
 
 class Busy(Message, frozen=True, tag="busy"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import initialization as transformers_init
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
@@ -20,6 +22,7 @@ from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.kernels.quantized_linear import is_quantizable, make_quantized_linear
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
 from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig
+from nesa_node.engine.weights.skeleton import initializer_lock
 from tests.engine.chained import Chain, Run, distance, open_local
 from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_model
 
@@ -368,3 +371,27 @@ def test_other_configs_are_refused(config: Any, said: str, models_dir: Path) -> 
 def test_wrong_settings_of_own_adapters(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make()
+
+
+def test_adapters_get_their_initial_values_while_initializers_are_off(
+    models_dir: Path, tmp_path: Path
+) -> None:
+    """transformers switches torch's initializers off for all threads while it builds a model."""
+    folder = save_tiny_model("llama", models_dir)
+    chain = Chain(folder)
+    building, built = threading.Event(), threading.Event()
+
+    def build() -> None:
+        with initializer_lock, transformers_init.no_init_weights():
+            building.set()
+            built.wait(1)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    building.wait()
+    made = AdaptedBlocks(chain.blocks[0], open_local(folder), BottleneckConfig(8), seed=SEED)
+    built.set()
+    thread.join()
+    alone = AdaptedBlocks(chain.blocks[0], open_local(folder), BottleneckConfig(8), seed=SEED)
+    for name, value in made.parameters.items():
+        assert torch.equal(value, alone.parameters[name]), name

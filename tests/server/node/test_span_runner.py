@@ -61,6 +61,7 @@ class _Node:
             announcer=cast(Any, self.announcer),
             move_limiter=MoveLimiter(per_hour=4, pause_s=0),
             shutdown=Shutdown(asyncio.Event(), network.transport),
+            adapters=cast(Any, None),
         )
 
     async def ask(self, span: Span) -> str:
