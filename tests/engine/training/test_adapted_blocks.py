@@ -20,6 +20,8 @@ from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.kernels.quantized_linear import is_quantizable, make_quantized_linear
+from nesa_node.engine.model.loading import detach_span
+from nesa_node.engine.training import adapted_blocks
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
 from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig
 from nesa_node.engine.weights.skeleton import initializer_lock
@@ -374,24 +376,28 @@ def test_wrong_settings_of_own_adapters(make: Callable[[], object], said: str) -
 
 
 def test_adapters_get_their_initial_values_while_initializers_are_off(
-    models_dir: Path, tmp_path: Path
+    models_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers switches torch's initializers off for all threads while it builds a model."""
     folder = save_tiny_model("llama", models_dir)
     chain = Chain(folder)
-    building, built = threading.Event(), threading.Event()
+    alone = AdaptedBlocks(chain.blocks[0], open_local(folder), BottleneckConfig(8), seed=SEED)
+    building, may_end = threading.Event(), threading.Event()
 
     def build() -> None:
         with initializer_lock, transformers_init.no_init_weights():
             building.set()
-            built.wait(1)
+            may_end.wait(0.5)
+
+    def build_beside(*args: Any, **options: Any) -> Any:
+        thread.start()
+        building.wait()
+        return detach_span(*args, **options)
 
     thread = threading.Thread(target=build)
-    thread.start()
-    building.wait()
+    monkeypatch.setattr(adapted_blocks, "detach_span", build_beside)
     made = AdaptedBlocks(chain.blocks[0], open_local(folder), BottleneckConfig(8), seed=SEED)
-    built.set()
+    may_end.set()
     thread.join()
-    alone = AdaptedBlocks(chain.blocks[0], open_local(folder), BottleneckConfig(8), seed=SEED)
     for name, value in made.parameters.items():
         assert torch.equal(value, alone.parameters[name]), name
