@@ -250,6 +250,7 @@ async def _make_job(
         top_logprobs=top,
         prefix_scope=current_caller(),
         grammar=grammar,
+        adapter=gateway.models.adapter_of(body.model),
     )
 
 

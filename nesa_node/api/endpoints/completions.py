@@ -213,6 +213,7 @@ async def _make_jobs(
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
             prefix_scope=current_caller(),
             grammar=grammar,
+            adapter=gateway.models.adapter_of(body.model),
         )
         for tokens in await tokenize_prompts(model, prompts, "prompt")
     ]

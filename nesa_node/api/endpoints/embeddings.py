@@ -66,6 +66,10 @@ async def embed(
     body: Annotated[EmbeddingRequest, body_dependency(EmbeddingRequest)],
 ) -> Response:
     model = await gateway.get_model(body.model)
+    if gateway.models.adapter_of(body.model) is not None:
+        raise invalid_request(
+            "embeddings are of the base model: leave the adapter away", param="model"
+        )
     inputs = await tokenize_prompts(model, as_list(body.input), "input")
     total = sum(map(len, inputs))
     longest = max(map(len, inputs))

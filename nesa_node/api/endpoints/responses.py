@@ -229,4 +229,5 @@ async def _make_job(gateway: Gateway, model: ServedModel, body: ResponsesRequest
         top_logprobs=top,
         prefix_scope=current_caller(),
         grammar=grammar,
+        adapter=gateway.models.adapter_of(body.model),
     )

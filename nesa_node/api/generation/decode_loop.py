@@ -175,6 +175,7 @@ class Generation:
                 rows,
                 prompt=known,
                 prefix_scope=job.prefix_scope,
+                adapter=job.adapter,
                 interrupt=self._interrupt,
             ) as session,
         ):

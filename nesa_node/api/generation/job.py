@@ -55,6 +55,8 @@ class Job:
     """Prefix-cache scope: jobs of one scope reuse each other's cached prefixes."""
     grammar: str | None = None
     """llguidance grammar that the answer must follow."""
+    adapter: str | None = None
+    """Published adapter that nodes use beside the model."""
 
 
 @dataclass(frozen=True, slots=True)

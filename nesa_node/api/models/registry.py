@@ -158,7 +158,17 @@ class ModelRegistry:
         whole = [
             entry for entry in entries if name in (entry.name, entry.source) or name in entry.ids
         ]
-        return whole or [entry for entry in entries if _last_part(entry.name) == name]
+        found = whole or [entry for entry in entries if _last_part(entry.name) == name]
+        base, _ = split_adapter(name)
+        return found if found or base == name else self._match_name(base)
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter in `base:adapter`, unless a model has that whole name; None: none."""
+        if name is None:
+            return None
+        base, adapter = split_adapter(name)
+        is_whole = any(name in (entry.name, entry.source) for entry in self._entries)
+        return None if is_whole or not self._match_name(base) else adapter
 
     async def get(self, name: str | None) -> ServedModel:
         """Model by name, opened if necessary. Raises `HttpProblem` and `NesaError`."""
@@ -373,6 +383,12 @@ def least_recently_used(
     return min(
         idle, key=lambda entry: (entry.model_id in announced, entry.last_used_s), default=None
     )
+
+
+def split_adapter(name: str) -> tuple[str, str | None]:
+    """Split `base:adapter`. The adapter is `name` or `author/name`."""
+    base, separator, adapter = name.rpartition(":")
+    return (base, adapter) if separator and base and adapter else (name, None)
 
 
 def _last_part(name: str) -> str:

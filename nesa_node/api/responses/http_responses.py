@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nesa_node.api.models.jobs import ClientDisconnected, cancel_when, watch_disconnect
 from nesa_node.api.responses.in_flight import GracefulShutdown
 from nesa_node.core.errors import (
+    AdapterError,
     BusyError,
     CacheFullError,
     ConfigError,
@@ -52,6 +53,7 @@ _ERROR_TABLE: tuple[tuple[type[NesaError], int, str, float | None], ...] = (
     (ProtocolError, 502, "broken_chain", 2),
     (CacheFullError, 503, "cache_full", 5),
     (ResourceError, 503, "out_of_resources", 30),
+    (AdapterError, 404, "model_not_found", None),
     (ModelError, 503, "model_unavailable", 60),
     (SwarmError, 503, "swarm_unreachable", 5),
     (ConfigError, 500, "misconfigured", None),
