@@ -1,0 +1,136 @@
+"""`nesa-node finetune` over a real swarm of three nodes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nesa_node.cli.app import run_command
+from tests.cli.tiny import BLOCKS, write_tiny_model
+from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS
+from tests.swarms import in_process_swarm, thirds
+
+pytestmark = [*PEFT_WARNINGS, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture(scope="module")
+def peer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with in_process_swarm(model, thirds(BLOCKS), tmp_path_factory.mktemp("nodes")) as addresses:
+        yield addresses[0]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "train.jsonl"
+    records = [
+        {"prompt": f"hello w{at} the", "completion": f" capital w{at} again"} for at in range(40)
+    ]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def finetune(model: Path, peer: str, data: Path, output: Path, *flags: str) -> int:
+    given = {"--max-length": "64", "--learning-rate": "1e-2"}
+    given = {name: value for name, value in given.items() if name not in flags}
+    return run_command(
+        [
+            *("finetune", str(model), "--initial-peers", peer, "--data", str(data)),
+            *("--output", str(output), "--dtype", "float32", "--micro-batches", "2"),
+            *("--eval-every", "4", *(word for pair in given.items() for word in pair), *flags),
+        ]
+    )
+
+
+def read_log(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_file_becomes_an_adapter_that_peft_loads(
+    model: Path, peer: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert finetune(model, peer, data, output, "--steps", "12") == 0
+    told = capsys.readouterr()
+    assert "adapter in" in told.out
+    assert "done after 12 steps" in told.err
+    entries = read_log(output)
+    assert [entry["step"] for entry in entries] == list(range(1, 13))
+    assert entries[-1]["loss"] < 0.8 * entries[0]["loss"]
+    checks = [entry["eval_loss"] for entry in entries if entry["eval_loss"] is not None]
+    assert len(checks) == 3
+    assert checks[-1] < checks[0]
+    auto: Any = AutoModelForCausalLM
+    loaded: Any = peft.PeftModel.from_pretrained(
+        auto.from_pretrained(model, dtype=torch.float32), output
+    )
+    assert loaded.peft_config["default"].r == 8
+
+
+def test_the_same_command_continues_where_it_was(
+    model: Path, peer: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = ("--steps", "8", "--checkpoint-every", "3", "--schedule", "constant")
+    assert finetune(model, peer, data, whole, *flags) == 0
+    assert finetune(model, peer, data, parts, *flags) == 0
+    assert "continued" not in capsys.readouterr().err
+    assert finetune(model, peer, data, parts, *flags) == 0
+    assert "continued after step 8" in capsys.readouterr().err
+    assert len(read_log(parts)) == 8
+    mine, theirs = (folder / "adapter_model.safetensors" for folder in (parts, whole))
+    assert mine.read_bytes() == theirs.read_bytes()
+    assert finetune(model, peer, data, parts, *flags, "--seed", "1") == 2
+    assert "belongs to a session in which the adapters, optimizer or seed differed" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rank", "0"], "--rank must be at least 1"),
+        (["--rank", "2000"], "nodes do not train such an adapter"),
+        (["--dropout", "1"], "--dropout must lie in [0, 1)"),
+        (["--steps", "2", "--epochs", "1"], "give one of them"),
+        (["--target-modules", "nothing"], "PEFT refuses this adapter"),
+        (["--max-length", "1000"], "the model holds 512 tokens"),
+        (["--learning-rate", "-1"], "learning_rate must be"),
+        (["--validation-share", "2"], "between 0 and 1"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    flags: list[str],
+    words: str,
+    model: Path,
+    peer: str,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert finetune(model, peer, data, tmp_path / "out", *flags) != 0
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_data_and_output_are_required(
+    model: Path, peer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["finetune", str(model), "--initial-peers", peer]
+    assert run_command(command) == 2
+    assert "--data is required" in capsys.readouterr().err
+    assert run_command([*command, "--data", str(tmp_path / "none.jsonl")]) == 2
+    assert "--output is required" in capsys.readouterr().err
+    assert run_command([*command, "--data", "none.jsonl", "--output", str(tmp_path / "o")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
