@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 from functools import partial
 
 from nesa_node.compression.codecs import codec_names
@@ -66,6 +68,8 @@ class TrainingServer:
             blocks, spec, max_tokens=opened.max_tokens, max_kept_tokens=opened.max_kept_tokens
         )
         with self.memory.reserve(stream.peer, need) as keep:
+            # Not in the device's thread, which would stand still for seconds the first time.
+            await asyncio.to_thread(importlib.import_module, "peft")
             try:
                 trainer = await self._executor.run(partial(self._make_trainer, blocks, spec, keep))
             except ConfigError as error:
