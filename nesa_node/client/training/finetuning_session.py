@@ -140,8 +140,6 @@ class FinetuningSession:
         )
         self._held: HeldContext[TrainingChain] = loop.hold(open_chain(encoded, limits, state))
         self.chain = self._held.value
-        self.resumed_at = self.chain.applied
-        """Steps that an earlier session had applied."""
 
     @property
     def applied(self) -> int:

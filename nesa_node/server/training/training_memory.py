@@ -71,11 +71,6 @@ class TrainingMemory:
     def free_bytes(self) -> int:
         return self.total_bytes - self._reserved.total()
 
-    @property
-    def sessions(self) -> int:
-        """Peers that train."""
-        return len(self._reserved)
-
     @contextmanager
     def reserve(self, peer: PeerId, need: TrainingNeed) -> Iterator[Keep]:
         """Reserve a session's memory; the value says what it may keep: as much as fits.
