@@ -51,7 +51,12 @@ def open_session(
     )
     with (
         AutoDistributedModelForCausalLM.from_pretrained(
-            folder, initial_peers=addresses, dtype=torch.float32, recovery_timeout_s=30
+            folder,
+            initial_peers=addresses,
+            dtype=torch.float32,
+            recovery_timeout_s=30,
+            # A client that is killed leaves a temporary identity behind.
+            identity_path=None if checkpoint is None else checkpoint.with_suffix(".key"),
         ) as model,
         model.finetuning_session(CONFIG, seed=3, options=options) as session,
     ):

@@ -269,6 +269,8 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             options or FinetuningOptions(),
             model_id=opener.model_id,
             base_model=self._checkpoint.name,
+            model_config=self.config,
+            generation_config=self.generation_config,
         )
 
     def _find_adapter(self, name: str | None) -> bytes:

@@ -228,3 +228,37 @@ def _draw_order(count: int, seed: int, *stream: int) -> NDArray[np.intp]:
     """
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=stream))
     return np.argsort(bits.random_raw(count), kind="stable")
+
+
+def row_lengths(mask_RL: Tensor | None, ids_RL: Tensor) -> list[int]:
+    """Tokens of each row. Raises `ConfigError` for padding that is not at the right."""
+    rows, columns = ids_RL.shape
+    if mask_RL is None:
+        return [columns] * rows
+    lengths = [int(length) for length in mask_RL.sum(1)]
+    wanted_RL = torch.arange(columns, device=mask_RL.device) < mask_RL.sum(1, keepdim=True)
+    if not torch.equal(mask_RL.bool(), wanted_RL) or min(lengths) < 1:
+        raise ConfigError(
+            "training takes padding at the right of its rows only, and no empty rows: set "
+            'tokenizer.padding_side = "right"'
+        )
+    return lengths
+
+
+def split_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
+    """Half-open ranges of rows that have at most `max_tokens` tokens with padding.
+
+    Raises `ConfigError` for a longer row.
+    """
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    for row, length in enumerate(lengths):
+        if length > max_tokens:
+            raise ConfigError(
+                f"a row of {length} tokens; this session takes at most {max_tokens} (max_tokens)"
+            )
+        if (row + 1 - start) * max(lengths[start : row + 1]) > max_tokens:
+            ranges.append((start, row))
+            start = row
+    ranges.append((start, len(lengths)))
+    return ranges

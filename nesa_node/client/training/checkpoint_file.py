@@ -90,6 +90,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(name, 0o644)  # as files are made; `mkstemp` keeps them for their owner
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

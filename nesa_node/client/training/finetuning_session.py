@@ -17,18 +17,20 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import GenerationConfig, PretrainedConfig
 
 from nesa_node.client.model.head import EmbeddingAndHead
 from nesa_node.client.model.loop_thread import HeldContext, LoopThread
 from nesa_node.client.training.adapter_folder import save_adapter
-from nesa_node.client.training.batches import MicroBatchData
+from nesa_node.client.training.batches import MicroBatchData, row_lengths, split_rows
 from nesa_node.client.training.checkpoint_file import (
     CheckpointLabel,
     load_checkpoint,
     save_checkpoint,
 )
 from nesa_node.client.training.examples import IGNORED
-from nesa_node.client.training.training_chain import TrainingChain
+from nesa_node.client.training.trainable_model import RemoteOptimizer, TrainableModel
+from nesa_node.client.training.training_chain import RecordedPass, TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_span import SpanState
 from nesa_node.core.errors import ConfigError
@@ -121,6 +123,8 @@ class FinetuningSession:
         *,
         model_id: str,
         base_model: str,
+        model_config: PretrainedConfig,
+        generation_config: GenerationConfig,
     ) -> None:
         """Open sessions at nodes. Raises what `TrainingChain.open` raises, and `ConfigError`."""
         self.options = options
@@ -140,6 +144,12 @@ class FinetuningSession:
         )
         self._held: HeldContext[TrainingChain] = loop.hold(open_chain(encoded, limits, state))
         self.chain = self._held.value
+        self.model = TrainableModel(
+            self, ends, model_config, generation_config, max_tokens=options.max_tokens
+        )
+        """The model with its adapters as a torch module, for loops of the caller's own."""
+        self.optimizer = RemoteOptimizer(self, self.model, learning_rate=options.learning_rate)
+        """Applies the steps of `model` on the nodes."""
 
     @property
     def applied(self) -> int:
@@ -201,7 +211,7 @@ class FinetuningSession:
         if not num_targets:
             raise ConfigError("no label of this batch counts: all are -100")
         inputs = [self._to_input(number, each) for number, each in enumerate(micro)]
-        outputs = self._run(self.chain.forward(inputs, keep=False))
+        outputs = self._run(self.chain.evaluate(inputs))
         with torch.no_grad():
             return sum(
                 self._compute_loss(each, output_TD, num_targets)
@@ -235,21 +245,31 @@ class FinetuningSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def num_backwards(self) -> int:
+        """Micro-batches of the step under way that have gone backward."""
+        return self.chain.num_backwards
+
     def run_forward(
         self, hidden: Sequence[tuple[TextLayout, Tensor]], *, keep: bool
-    ) -> tuple[list[Tensor], list[int]]:
-        """Run inputs [T, D] of texts through the blocks: outputs, and their numbers in the step."""
-        first = self.chain.num_micro_batches
+    ) -> tuple[list[Tensor], list[RecordedPass]]:
+        """Run inputs [T, D] of texts through the blocks: outputs, and passes for `run_backward`.
+
+        Without `keep` there is no dropout, and there are no passes. Raises `ConfigError` for more
+        tokens than nodes keep, and what `TrainingChain` raises.
+        """
+        first = self.chain.num_forwards
         inputs = [
             (layout, self._dropout_seed(first + at), hidden_TD)
             for at, (layout, hidden_TD) in enumerate(hidden)
         ]
-        outputs = self._run(self.chain.forward(inputs, keep=keep))
-        return outputs, list(range(first, first + len(inputs)))
+        if not keep:
+            return self._run(self.chain.evaluate(inputs)), []
+        return self._run(self.chain.forward(inputs))
 
-    def run_backward(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
+    def run_backward(self, passes: Sequence[RecordedPass], grads: Sequence[Tensor]) -> list[Tensor]:
         """Run gradients [T, D] of outputs backward; return those of the inputs."""
-        return self._run(self.chain.backward(numbers, grads))
+        return self._run(self.chain.backward(passes, grads))
 
     def apply(self, learning_rate: float) -> float:
         """Update the adapters by the gradients of the step; return their norm before clipping."""
@@ -356,37 +376,3 @@ class FinetuningSession:
                 loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
-
-
-def row_lengths(mask_RL: Tensor | None, ids_RL: Tensor) -> list[int]:
-    """Tokens of each row. Raises `ConfigError` for padding that is not at the right."""
-    rows, columns = ids_RL.shape
-    if mask_RL is None:
-        return [columns] * rows
-    lengths = [int(length) for length in mask_RL.sum(1)]
-    wanted_RL = torch.arange(columns, device=mask_RL.device) < mask_RL.sum(1, keepdim=True)
-    if not torch.equal(mask_RL.bool(), wanted_RL) or min(lengths) < 1:
-        raise ConfigError(
-            "training takes padding at the right of its rows only, and no empty rows: set "
-            'tokenizer.padding_side = "right"'
-        )
-    return lengths
-
-
-def split_rows(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
-    """Half-open ranges of rows that have at most `max_tokens` tokens with padding.
-
-    Raises `ConfigError` for a longer row.
-    """
-    ranges: list[tuple[int, int]] = []
-    start = 0
-    for row, length in enumerate(lengths):
-        if length > max_tokens:
-            raise ConfigError(
-                f"a row of {length} tokens; this session takes at most {max_tokens} (max_tokens)"
-            )
-        if (row + 1 - start) * max(lengths[start : row + 1]) > max_tokens:
-            ranges.append((start, row))
-            start = row
-    ranges.append((start, len(lengths)))
-    return ranges

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -30,6 +30,7 @@ from nesa_node.client.training.training_span import (
 )
 from nesa_node.core.errors import (
     BusyError,
+    ConfigError,
     MissingBlocksError,
     PeerUnreachableError,
     ProtocolError,
@@ -80,12 +81,23 @@ class RecordedStep:
 
     number: int
     passes: list[RecordedPass] = field(default_factory=list)
+    num_forwards: int = 0
+    """Micro-batches that went forward, those included that have no part in the step."""
     learning_rate: float = 0.0
     max_norm: float | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in self.passes)
+
+    @property
+    def num_backwards(self) -> int:
+        """Passes that have gone backward: the first ones."""
+        return sum(each.grad_TD is not None for each in self.passes)
+
+    def drop_pending(self) -> None:
+        """Forget the passes that did not go backward."""
+        del self.passes[self.num_backwards :]
 
 
 class TrainingChain:
@@ -126,6 +138,8 @@ class TrainingChain:
         """Steps since the checkpoint."""
         self._current = RecordedStep(0)
         self._has_begun = False
+        self._kept_tokens: dict[int, int] = {}
+        """Tokens that nodes keep between forward and backward, by number of the micro-batch."""
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -141,9 +155,14 @@ class TrainingChain:
         return self.applied - self._checkpoint_applied
 
     @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of the step under way."""
-        return len(self._current.passes)
+    def num_forwards(self) -> int:
+        """Micro-batches that went forward since the last step was applied."""
+        return self._current.num_forwards
+
+    @property
+    def num_backwards(self) -> int:
+        """Micro-batches of the step under way that have gone backward."""
+        return self._current.num_backwards
 
     async def open(self, state: SpanState | None = None) -> None:
         """Open a session at each node; with `state` training continues from there."""
@@ -163,51 +182,40 @@ class TrainingChain:
         for span in self._local:
             await span.close()
 
+    async def evaluate(self, batches: Sequence[tuple[TextLayout, int, Tensor]]) -> list[Tensor]:
+        """Run micro-batches (layout, seed, input [T, D]) through all spans, without dropout."""
+        return await self._attempt(lambda: self._evaluate(batches))
+
     async def forward(
-        self, batches: Sequence[tuple[TextLayout, int, Tensor]], *, keep: bool = True
-    ) -> list[Tensor]:
-        """Run micro-batches (layout, seed, input [T, D]) through all spans at the same time.
+        self, batches: Sequence[tuple[TextLayout, int, Tensor]]
+    ) -> tuple[list[Tensor], list[RecordedPass]]:
+        """Run micro-batches through all spans at the same time: outputs, and passes to go backward.
 
-        With `keep` they belong to the step under way, and a backward has to follow.
+        Where nodes have no room for what these need, earlier passes that did not go backward make
+        it. A pass that never goes backward has no part in the step. Raises `ConfigError` for more
+        tokens than nodes keep of a session.
         """
-        if not keep:
-            return await self._attempt(lambda: self._evaluate(batches))
-        first = len(self._current.passes)
+        passes = [RecordedPass(*batch) for batch in batches]
+        tokens = sum(each.layout.padded_tokens for each in passes)
+        if tokens > self._limits.max_kept_tokens:
+            raise ConfigError(
+                f"a batch of {tokens} tokens with padding; nodes keep at most "
+                f"{self._limits.max_kept_tokens} of this session between forward and backward "
+                "(max_kept_tokens): use smaller batches and accumulate their gradients"
+            )
+        outputs = await self._attempt(lambda: self._forward_all(passes))
+        self._current.num_forwards += len(passes)
+        return outputs, passes
 
-        async def run() -> list[Tensor]:
-            if not self._has_begun:
-                await self._begin()
-            passes = [RecordedPass(*batch) for batch in batches]
-            self._current.passes += passes
-            try:
-                return await _gather(
-                    [self._forward(first + at, each) for at, each in enumerate(passes)]
-                )
-            except BaseException:
-                # Not to be replayed: the next attempt runs them.
-                del self._current.passes[first:]
-                raise
+    async def backward(
+        self, passes: Sequence[RecordedPass], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Run gradients [T, D] of outputs backward; return those of the inputs.
 
-        return await self._attempt(run)
-
-    async def backward(self, numbers: Sequence[int], grads: Sequence[Tensor]) -> list[Tensor]:
-        """Run gradients [T, D] of outputs backward, in the order of the micro-batches."""
-
-        async def run() -> list[Tensor]:
-            turns = self._new_turns(numbers[0])
-            try:
-                return await _gather(
-                    [
-                        self._backward(number, grad_TD, turns)
-                        for number, grad_TD in zip(numbers, grads, strict=True)
-                    ]
-                )
-            except BaseException:
-                for number in numbers:
-                    self._current.passes[number].grad_TD = None
-                raise
-
-        return await self._attempt(run)
+        Passes go backward in the order of these calls. Where that is not the order in which they
+        went forward, they run forward again first.
+        """
+        return await self._attempt(lambda: self._backward_all(passes, grads))
 
     async def run_step(
         self, batches: Sequence[tuple[TextLayout, int, Tensor]], loss: Loss
@@ -223,7 +231,7 @@ class TrainingChain:
             self._current.passes.clear()
             await self._begin()
             self._current.passes += [RecordedPass(*batch) for batch in batches]
-            room = asyncio.Semaphore(self._max_in_flight(batches))
+            room = asyncio.Semaphore(self._bound_in_flight([layout for layout, _, _ in batches]))
             turns, losses = self._new_turns(0), _Turns(0)
 
             async def run_one(number: int, recorded: RecordedPass) -> Tensor:
@@ -243,13 +251,19 @@ class TrainingChain:
 
         return await self._attempt(run)
 
-    def _max_in_flight(self, batches: Sequence[tuple[TextLayout, int, Tensor]]) -> int:
-        largest = max(layout.padded_tokens for layout, _, _ in batches)
-        return min(len(self._spans()) + 1, max(self._limits.max_kept_tokens // largest, 1))
+    def _bound_in_flight(self, layouts: Sequence[TextLayout]) -> int:
+        """How many micro-batches nodes have room for at once, of those that keep a span busy."""
+        largest = max((layout.padded_tokens for layout in layouts), default=1)
+        return min(len(self._spans()) + 1, max(self._free_tokens // largest, 1))
+
+    @property
+    def _free_tokens(self) -> int:
+        return self._limits.max_kept_tokens - sum(self._kept_tokens.values())
 
     async def apply(self, learning_rate: float, max_norm: float | None) -> float:
         """Update the adapters; return the norm of all gradients before clipping."""
         step = self._current
+        step.drop_pending()
         step.learning_rate, step.max_norm = learning_rate, max_norm
         norm = await self._attempt(lambda: self._apply(step))
         self._finish_step()
@@ -260,6 +274,7 @@ class TrainingChain:
         self.applied += 1
         self._current = RecordedStep(self.applied)
         self._has_begun = False
+        self._kept_tokens.clear()
 
     def _forget_passes(self) -> None:
         self._current.passes.clear()
@@ -296,6 +311,47 @@ class TrainingChain:
     async def _begin(self) -> None:
         await _gather([span.begin(self._current.number) for span in self._spans()])
         self._has_begun = True
+        self._kept_tokens.clear()
+
+    async def _make_room(self, tokens: int) -> None:
+        """Where `tokens` more do not fit, begin the step again with what had gone backward."""
+        if tokens > self._free_tokens:
+            self._current.drop_pending()
+            await self._replay(self._current)
+
+    async def _forward_all(self, passes: Sequence[RecordedPass]) -> list[Tensor]:
+        if not self._has_begun:
+            await self._begin()
+        await self._make_room(sum(each.layout.padded_tokens for each in passes))
+        first = len(self._current.passes)
+        self._current.passes += passes
+        try:
+            return await _gather(
+                [self._forward(first + at, each) for at, each in enumerate(passes)]
+            )
+        except BaseException:
+            # Not to be replayed: the next attempt runs them.
+            del self._current.passes[first:]
+            raise
+
+    async def _backward_all(
+        self, passes: Sequence[RecordedPass], grads: Sequence[Tensor]
+    ) -> list[Tensor]:
+        first = self._current.num_backwards
+        following = self._current.passes[first : first + len(passes)]
+        if [id(each) for each in following] != [id(each) for each in passes]:
+            self._current.drop_pending()
+            passes = [replace(each, grad_TD=None) for each in passes]
+            await self._forward_all(passes)
+        turns = self._new_turns(first)
+        try:
+            return await _gather(
+                [self._backward(first + at, grad_TD, turns) for at, grad_TD in enumerate(grads)]
+            )
+        except BaseException:
+            for each in passes:
+                each.grad_TD = None
+            raise
 
     async def _evaluate(self, batches: Sequence[tuple[TextLayout, int, Tensor]]) -> list[Tensor]:
         async def run(number: int, layout: TextLayout, seed: int, hidden_TD: Tensor) -> Tensor:
@@ -305,12 +361,15 @@ class TrainingChain:
                     hidden_TD = await self._timed(span, span.forward(one, hidden_TD, keep=False))
             return hidden_TD
 
-        room = asyncio.Semaphore(self._max_in_flight(batches))
+        layouts = [layout for layout, _, _ in batches]
+        await self._make_room(max(layout.padded_tokens for layout in layouts))
+        room = asyncio.Semaphore(self._bound_in_flight(layouts))
         return await _gather([run(number, *batch) for number, batch in enumerate(batches)])
 
     async def _forward(self, number: int, recorded: RecordedPass) -> Tensor:
         batch = MicroBatchPass(self._current.number, number, recorded.layout, recorded.seed)
         hidden_TD = recorded.hidden_TD
+        self._kept_tokens[number] = recorded.layout.padded_tokens
         for span in self._spans():
             hidden_TD = await self._timed(span, span.forward(batch, hidden_TD))
         return hidden_TD
@@ -322,6 +381,7 @@ class TrainingChain:
         for span, order in zip(reversed(self._spans()), turns, strict=True):
             work = span.backward(batch, grad_TD, order.turn(number))
             grad_TD = await self._timed(span, work)
+        del self._kept_tokens[number]
         return grad_TD
 
     async def _timed(self, span: TrainingSpan, work: Awaitable[T]) -> T:
@@ -434,6 +494,7 @@ class TrainingChain:
         """Bring all spans to the checkpoint, and replay what was done since then."""
         assert self._checkpoint is not None
         by_span = {span: _select(self._checkpoint, span.span) for span in self._spans()}
+        self._kept_tokens.clear()
         await _gather(
             [
                 span.restore(SpanState(self._checkpoint_applied, tensors))
@@ -455,16 +516,22 @@ class TrainingChain:
 
     async def _replay(self, step: RecordedStep) -> None:
         await self._begin()
-        turns = self._new_turns(0)
-        room = asyncio.Semaphore(len(self._spans()) + 1)
+        turns, count = self._new_turns(0), step.num_backwards
+        room = asyncio.Semaphore(self._bound_in_flight([each.layout for each in step.passes]))
 
         async def run(number: int, recorded: RecordedPass) -> None:
             async with room:
                 await self._forward(number, recorded)
-                if recorded.grad_TD is not None:
-                    await self._backward(number, recorded.grad_TD, turns)
+                assert recorded.grad_TD is not None
+                await self._backward(number, recorded.grad_TD, turns)
 
-        await _gather([run(number, each) for number, each in enumerate(step.passes)])
+        await _gather([run(number, each) for number, each in enumerate(step.passes[:count])])
+        await _gather(
+            [
+                self._forward(number, each)
+                for number, each in enumerate(step.passes[count:], start=count)
+            ]
+        )
 
     async def _close_link(self, link: TrainingLink) -> None:
         task = self._runs.pop(link, None)
