@@ -376,7 +376,7 @@ class TrainingLink:
                 )
             if (found := _numbers_of(message)) != question.about:
                 raise RemoteError(
-                    "stale_step",
+                    "unexpected",
                     f"{self.peer} answered {type(message).__name__} for {found}, not for "
                     f"{question.about}",
                 )
