@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import random
@@ -118,4 +119,4 @@ async def test_node_refuses_by_name_and_serves_on(
     deadline = time.monotonic() + FREE_WITHIN_S
     while scene.memory.free_bytes != scene.memory.total_bytes:
         assert time.monotonic() < deadline, "memory is promised to a session that has ended"
-        time.sleep(0.1)
+        await asyncio.sleep(0.1)
