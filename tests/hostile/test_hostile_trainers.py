@@ -31,7 +31,7 @@ from nesa_node.topology.links.matrix import MeasuredLink, pack_links, peer_diges
 from tests.engine.tiny_models import BLOCKS, save_tiny_model
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS
 from tests.hostile.fake_node import serving_member
-from tests.hostile.training_relay import MISDEEDS, Misdeed, TrainingRelay
+from tests.hostile.training_relay import MISDEEDS, NO_MISDEED, Misdeed, TrainingRelay
 from tests.swarms import in_process_swarm
 
 pytestmark = [*PEFT_WARNINGS, pytest.mark.timeout(120)]
@@ -161,6 +161,17 @@ def test_session_goes_on_without_the_culprit(
     for name, value in found.items():
         assert torch.equal(value, scene.expected[name]), name
     assert time.monotonic() - started < WITHIN_S
+
+
+def test_pong_between_the_tensors_of_a_state_is_no_misdeed(scene: Scene, tmp_path: Path) -> None:
+    relay = scene.relay
+    relay.misdeed, relay.opens, relay.misdeeds = NO_MISDEED, 0, 0
+    with _session(scene.model, scene.addresses) as session:
+        found = _train(session, tmp_path / "adapter")
+        assert session.hops[1].peer_id == relay.swarm.identity.peer_id
+        assert session.chain.recoveries == 0
+    assert relay.misdeeds
+    assert all(torch.equal(value, scene.expected[name]) for name, value in found.items())
 
 
 ALONE = ("NaN output", "silence", "computes nothing", "opens with garbage")

@@ -18,6 +18,7 @@ from nesa_node.core.ids import PeerId, Span
 from nesa_node.engine.weights.checkpoint import compute_model_id
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.server.training.training_memory import TrainingMemory
+from nesa_node.server.training.training_session import TrainingSession
 from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.p2p.identity import Identity
 from tests.engine.tiny_models import BLOCKS, HEAD_DIM, HIDDEN, save_tiny_model
@@ -74,6 +75,33 @@ ATTACKS: tuple[Attack, ...] = (
 )
 
 
+async def test_reading_stops_while_tensors_fill_the_promise(scene: Scene, tmp_path: Path) -> None:
+    """The node computes nothing, since a state's answers are not read."""
+    async with open_swarm(
+        Identity.ephemeral(tmp_path), initial_peers=scene.addresses, listen=False
+    ) as swarm:
+        await swarm.transport.connect(PeerId(scene.facts.peer_id), scene.addresses)
+        attacker = Attacker(swarm, scene.facts, random.Random(0), Tally())
+        async with training_attacks.training(attacker) as hostile:
+            training_attacks.send_much(hostile)
+            [session] = [each for each in gc.get_objects() if type(each) is TrainingSession]
+            deadline = time.monotonic() + 10
+            while session._waiting_bytes < 0.8 * session._max_waiting_bytes:
+                assert time.monotonic() < deadline, "the node reads on"
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(2)
+            assert session._waiting_bytes <= session._max_waiting_bytes
+            del session
+        await _memory_is_free(scene)
+
+
+async def _memory_is_free(scene: Scene) -> None:
+    deadline = time.monotonic() + FREE_WITHIN_S
+    while scene.memory.free_bytes != scene.memory.total_bytes:
+        assert time.monotonic() < deadline, "memory is promised to a session that has ended"
+        await asyncio.sleep(0.1)
+
+
 @contextmanager
 def _honest_tokens_go_on(scene: Scene) -> Iterator[None]:
     yield
@@ -116,7 +144,4 @@ async def test_node_refuses_by_name_and_serves_on(
                 await session.one_step()
                 await session.one_step()
     assert not tally.failures()
-    deadline = time.monotonic() + FREE_WITHIN_S
-    while scene.memory.free_bytes != scene.memory.total_bytes:
-        assert time.monotonic() < deadline, "memory is promised to a session that has ended"
-        await asyncio.sleep(0.1)
+    await _memory_is_free(scene)

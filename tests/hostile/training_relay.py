@@ -177,7 +177,8 @@ async def endless_state(relayed: Relayed, message: Any, payload: bytes) -> None:
 
 
 async def silence(relayed: Relayed, message: Any, payload: bytes) -> None:
-    pass
+    """Neither this answer nor a later one."""
+    await asyncio.Event().wait()
 
 
 async def trickle(relayed: Relayed, message: Any, payload: bytes) -> None:
@@ -192,6 +193,12 @@ async def probes(relayed: Relayed, message: Any, payload: bytes) -> None:
     while True:
         await relayed.send(Probe(tensor=meta), bytes(data))
         await asyncio.sleep(0.01)
+
+
+async def pong_before(relayed: Relayed, message: Any, payload: bytes) -> None:
+    """As an honest node answers a ping while it sends a state."""
+    await relayed.send(Pong(nonce=1, epoch=0, step=0, busy=False))
+    await relayed.send(message, payload)
 
 
 async def garbage(relayed: Relayed, message: Any, payload: bytes) -> None:
@@ -250,3 +257,5 @@ MISDEEDS = (
     Misdeed("opens with garbage", TrainOpened, garbage, "bad_frame"),
     Misdeed("opens with an answer", TrainOpened, error("not_trained", fatal=True), "not_trained"),
 )
+
+NO_MISDEED = Misdeed("pongs in a state", TrainTensor, pong_before, "")
