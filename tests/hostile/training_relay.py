@@ -247,7 +247,7 @@ MISDEEDS = (
     Misdeed("endless state", TrainState, endless_state, "bad_tensor"),
     Misdeed("computes nothing", TrainOutput, silence, "not_answered", after=1),
     Misdeed("busy for ever", TrainOutput, silence, "not_answered", after=1),
-    Misdeed("probes without end", TrainGradient, probes, "not_answered", answers_pings=False),
+    Misdeed("probes without end", TrainGradient, probes, "lost", answers_pings=False),
     Misdeed("silence", TrainOutput, silence, "lost", answers_pings=False, after=1),
     Misdeed("trickle", TrainOutput, trickle, "lost", answers_pings=False),
     Misdeed("hangs up", TrainGradient, hang_up, "lost"),
