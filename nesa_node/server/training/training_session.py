@@ -151,7 +151,7 @@ class TrainingSession:
             await self._budget.wait_until_paid(self._client, message)
 
     async def _enqueue(self, message: AnyMessage, payload: bytearray) -> None:
-        """Queue a message; reading stops while the tensors of others fill the room.
+        """Queue a message; reading stops while waiting tensors fill the room.
 
         A client that keeps to its promise has less under way, but for a state.
         """
