@@ -19,6 +19,12 @@ from nesa_node.compression.codecs import (
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError, NesaError
 from nesa_node.core.ids import PeerId
+from nesa_node.engine.training.adapters import (
+    BottleneckConfig,
+    DeepPromptConfig,
+    OptimizerConfig,
+)
+from nesa_node.engine.training.training_spec import Ia3Spec, LoraSpec, TrainingSpec
 from nesa_node.swarm.protocol.adapter_messages import (
     AdapterChunk,
     AdapterFiles,
@@ -175,7 +181,41 @@ def _link_seeds() -> list[bytes]:
     return [pack_links(links), pack_links(links[:1])]
 
 
+@contextmanager
+def _training_specs() -> Iterator[Parse]:
+    """The spec, and the config that PEFT gets."""
+
+    def read(data: bytes) -> None:
+        TrainingSpec.decode(data).make_config()
+
+    yield read
+
+
+def _spec_seeds() -> list[bytes]:
+    optimizer = OptimizerConfig()
+    lora = LoraSpec(
+        8, 16.0, ("q_proj", "mlp.down_proj"), ("lm_head",), 0.1, True,
+        layers_to_transform=(0, 3), rank_pattern={"q_proj": 4}, alpha_pattern={"q_proj": 2.0},
+    )  # fmt: skip
+    ia3 = Ia3Spec(("k_proj", "down_proj"), ("down_proj",))
+    return [
+        TrainingSpec(optimizer, 1).encode(),
+        TrainingSpec(optimizer, 1, lora=lora).encode(),
+        TrainingSpec(optimizer, 1, lora=LoraSpec(1, 1.0, ("all-linear",))).encode(),
+        TrainingSpec(OptimizerConfig("sgd", momentum=0.9), (1 << 63) - 1, ia3=ia3).encode(),
+        TrainingSpec(optimizer, 1, bottleneck=BottleneckConfig(8, "gelu")).encode(),
+        TrainingSpec(optimizer, 1, deep_prompt=DeepPromptConfig(4)).encode(),
+        msgspec.msgpack.encode({"optimizer": msgspec.to_builtins(optimizer), "seed": 1}),
+    ]
+
+
 TARGETS: dict[str, Target] = {
+    "training_spec": Target(
+        open=_training_specs,
+        seeds=_spec_seeds,
+        tokens=(*MSGPACK, b"all-linear", b"lora", b"ia3", b"rank_pattern", b"optimizer"),
+        weight=1.0,
+    ),
     "stream": Target(open=_streams, seeds=_frame_seeds, tokens=MSGPACK, weight=0.5),
     "message": Target(
         open=_decoded_messages,

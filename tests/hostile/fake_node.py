@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import zstandard
@@ -405,9 +405,33 @@ def fake_node(
     folder: Path, initial_peers: Sequence[str], status: NodeStatus, hidden_size: int
 ) -> Iterator[FakeNode]:
     """Serves in an event loop of its own, as the first choice of every planner."""
+
+    def make(swarm: Swarm) -> FakeNode:
+        return FakeNode(swarm, AS_LAST[0], hidden_size)
+
+    with serving_member(folder, initial_peers, status, make) as fake:
+        yield fake
+
+
+class Member(Protocol):
+    """What answers the streams of a member."""
+
+    async def handle(
+        self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None: ...
+
+
+M = TypeVar("M", bound=Member)
+
+
+@contextmanager
+def serving_member(
+    folder: Path, initial_peers: Sequence[str], status: NodeStatus, make: Callable[[Swarm], M]
+) -> Iterator[M]:
+    """A member with a record, in an event loop of its own, whose streams `make` answers."""
     started: Any = threading.Event()
     loop = asyncio.new_event_loop()
-    made: list[FakeNode] = []
+    made: list[M] = []
     failures: list[BaseException] = []
     stopping = asyncio.Event()
 
@@ -415,7 +439,7 @@ def fake_node(
         async with open_swarm(
             Identity.ephemeral(folder), host_maddrs=LOOPBACK, initial_peers=initial_peers
         ) as swarm:
-            fake = FakeNode(swarm, AS_LAST[0], hidden_size)
+            fake = make(swarm)
             await swarm.transport.serve(PROTOCOL, fake.handle)
             await swarm.directory.publish(status)
             made.append(fake)

@@ -334,7 +334,12 @@ class NodeSelector:
 
     def _explain_missing(self, snapshot: Snapshot, error: MissingBlocksError) -> NesaError:
         request, coarsest = self._request, self._request.options.min_precision
-        holders = nodes_with(error.missing, snapshot.nodes)
+        allowed = request.allowed_peers
+        holders = [
+            node
+            for node in nodes_with(error.missing, snapshot.nodes)
+            if allowed is None or node.peer_id in allowed
+        ]
         precise = [node for node in holders if not self._is_too_coarse(node)]
         if holders and not precise:
             found = ", ".join(sorted({node.quantization for node in holders}))

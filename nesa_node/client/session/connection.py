@@ -7,7 +7,7 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from nesa_node.core.errors import AdapterError, ConfigError, NesaError
 from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricSample
+from nesa_node.engine.training.training_spec import TrainingSpec
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.routing.chain_request import VISIT_OVERHEAD_S
 from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, list_published
@@ -185,21 +186,22 @@ class RemoteConnection:
         self,
         span: Span,
         *,
-        spec: bytes,
+        spec: TrainingSpec,
+        shapes: Mapping[str, tuple[int, ...]],
         limits: TrainingLimits,
         state: SpanState | None = None,
         local: Sequence[LocalTrainingSpan] = (),
     ) -> AsyncIterator[TrainingChain]:
         """Open a chain of nodes that train adapters of `span`, and of `local` spans beside it.
 
-        Raises what `TrainingChain.open` raises.
+        `shapes` are those of the adapters' parameters. Raises what `TrainingChain.open` raises.
         """
         request = replace(
             self._request,
             span=span,
             options=replace(self._request.options, routing="star", replicate_cache=False),
         )
-        chain = TrainingChain(self.swarm, request, self._planner, spec, limits, local)
+        chain = TrainingChain(self.swarm, request, self._planner, spec, shapes, limits, local)
         try:
             await chain.open(state)
             yield chain

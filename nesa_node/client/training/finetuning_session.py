@@ -54,7 +54,7 @@ class OpenChain(Protocol):
     """Opens the spans that a session trains through."""
 
     def __call__(
-        self, spec: bytes, limits: TrainingLimits, state: SpanState | None
+        self, limits: TrainingLimits, state: SpanState | None
     ) -> AbstractAsyncContextManager[TrainingChain]: ...
 
 
@@ -142,7 +142,7 @@ class FinetuningSession:
             max_tokens=options.max_tokens,
             max_kept_tokens=options.max_kept_tokens or 8 * options.max_tokens,
         )
-        self._held: HeldContext[TrainingChain] = loop.hold(open_chain(encoded, limits, state))
+        self._held: HeldContext[TrainingChain] = loop.hold(open_chain(limits, state))
         self.chain = self._held.value
         self.model = TrainableModel(
             self, ends, model_config, generation_config, max_tokens=options.max_tokens

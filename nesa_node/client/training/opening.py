@@ -15,7 +15,7 @@ from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
 from nesa_node.core.errors import UnsupportedFeatureError
 from nesa_node.core.ids import ModelId, Span
-from nesa_node.engine.training.adapted_blocks import AdaptedBlocks
+from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, find_adapter_shapes
 from nesa_node.engine.training.adapters import OptimizerConfig
 from nesa_node.engine.training.span_trainer import SpanTrainer
 from nesa_node.engine.training.training_spec import TrainingSpec, make_spec
@@ -66,12 +66,15 @@ class TrainingOpener:
 
     @asynccontextmanager
     async def open(
-        self, spec: bytes, limits: TrainingLimits, state: SpanState | None
+        self, limits: TrainingLimits, state: SpanState | None
     ) -> AsyncIterator[TrainingChain]:
         """Open a session at each node; with `state` training continues from there."""
         local = await asyncio.to_thread(self._make_local)
+        shapes = await asyncio.to_thread(
+            find_adapter_shapes, self._checkpoint, self.spec.make_config(), self._remote
+        )
         opening = self._connection.open_training(
-            self._remote, spec=spec, limits=limits, state=state, local=local
+            self._remote, spec=self.spec, shapes=shapes, limits=limits, state=state, local=local
         )
         async with opening as chain:
             yield chain

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -42,11 +42,14 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.training.span_trainer import compute_clip_scale
 from nesa_node.engine.training.text_layout import TextLayout
+from nesa_node.engine.training.training_spec import TrainingSpec
+from nesa_node.engine.training.training_state import StateShapes
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.node import Swarm
 
 log = get_logger(__name__)
 T = TypeVar("T")
+V = TypeVar("V")
 
 Loss = Callable[[int, Tensor], Awaitable[Tensor]]
 """Computes the gradient [T, D] of a micro-batch's output [T, D], by its number."""
@@ -55,6 +58,9 @@ RETRY_PAUSE_S = 0.5
 MAX_ATTEMPTS = 20
 """Of one call, each after the chain was completed again."""
 RETRYABLE = (PeerUnreachableError, StreamClosedError, RemoteError, BusyError, MissingBlocksError)
+MAX_LOSSES = 3
+LOSSES_WITHIN_S = 600.0
+"""A node that was lost `MAX_LOSSES` times in this time is left out."""
 TEMPORARY_CODES = frozenset(
     {"draining", "idle_timeout", "not_computed", "stale_step", "wrong_blocks", "closed"}
 )
@@ -112,11 +118,15 @@ class TrainingChain:
         swarm: Swarm,
         request: RouteRequest,
         planner: ChainPlanner,
-        spec: bytes,
+        spec: TrainingSpec,
+        shapes: Mapping[str, tuple[int, ...]],
         limits: TrainingLimits,
         local: Sequence[LocalTrainingSpan] = (),
     ) -> None:
-        """`request.span` are the blocks in the swarm; `local` spans are before and after it."""
+        """`request.span` are the blocks in the swarm; `local` spans are before and after it.
+
+        `shapes` are those of the adapters' parameters in the swarm: nodes have to send such.
+        """
         self.applied = 0
         self.recoveries = 0
         self.seconds_by_peer: dict[PeerId, float] = {}
@@ -125,6 +135,9 @@ class TrainingChain:
         self._request = request
         self._planner = planner
         self._spec = spec
+        self._shapes = dict(shapes)
+        self._losses: dict[PeerId, list[float]] = {}
+        """When each node was lost, for the last times."""
         self._limits = limits
         self._local = tuple(local)
         self._selector = NodeSelector(swarm, request, planner)
@@ -289,13 +302,11 @@ class TrainingChain:
 
         Not between a step's first micro-batch and its end.
         """
-        states = await self._attempt(lambda: _gather([span.export() for span in self._spans()]))
+        states = await self._attempt(
+            lambda: _gather([span.export(self.applied) for span in self._spans()])
+        )
         found: dict[str, Tensor] = {}
         for state in states:
-            if state.applied != self.applied:
-                raise ProtocolError(
-                    "stale_step", f"a span applied {state.applied} steps, not {self.applied}"
-                )
             found |= state.tensors
         self._checkpoint, self._checkpoint_applied = found, self.applied
         self._history.clear()
@@ -445,8 +456,15 @@ class TrainingChain:
         self._is_open, self._needs_restore = True, False
 
     def _record_failure(self, link: TrainingLink) -> None:
-        error = link.failure
-        if isinstance(error, RemoteError) and error.code not in TEMPORARY_CODES:
+        error, now = link.failure, time.monotonic()
+        losses = [at for at in self._losses.get(link.peer, []) if now - at < LOSSES_WITHIN_S]
+        if not link.is_leaving:
+            self._losses[link.peer] = losses = [*losses, now]
+        if len(losses) >= MAX_LOSSES:
+            code = error.code if isinstance(error, ProtocolError) else "lost"
+            error = RemoteError(code, f"lost {len(losses)} times: {error}")
+            self._selector.record_refusal(link.peer, error)
+        elif isinstance(error, RemoteError) and error.code not in TEMPORARY_CODES:
             self._selector.record_refusal(link.peer, error)
         else:
             is_lost = isinstance(error, PeerUnreachableError | StreamClosedError)
@@ -479,8 +497,10 @@ class TrainingChain:
 
     async def _open(self, hop: Hop, addresses: tuple[str, ...]) -> TrainingLink:
         try:
-            async with dial_training(self._swarm, hop, addresses, self._request) as link:
-                await link.open(self._swarm, self._request, self._spec, self._limits)
+            shapes = StateShapes(_select(self._shapes, hop.span), self._spec.optimizer)
+            dialing = dial_training(self._swarm, hop, addresses, self._request, shapes)
+            async with dialing as link:
+                await link.open(self._swarm, self._request, self._spec.encode(), self._limits)
         except PeerUnreachableError as error:
             self._selector.record_failure(hop.peer_id, str(error))
             raise
@@ -571,7 +591,7 @@ async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _select(state: dict[str, Tensor], span: Span) -> dict[str, Tensor]:
+def _select(state: Mapping[str, V], span: Span) -> dict[str, V]:
     """Tensors of a span's blocks: their names have the block's index as the first number."""
     blocks = range(span.start, span.end)
     return {name: value for name, value in state.items() if block_of(name) in blocks}

@@ -32,6 +32,7 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import PeerId, SessionId
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.training.span_trainer import hash_state
+from nesa_node.engine.training.training_state import StateShapes
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import membership_proof
@@ -39,6 +40,7 @@ from nesa_node.swarm.p2p.link_measurements import LinkSpeed
 from nesa_node.swarm.p2p.tasks import wait_until_done
 from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.link_encoder import (
+    UNCOMPRESSED,
     HiddenStatesSpec,
     LinkEncoder,
     check_codec_allowed,
@@ -59,7 +61,7 @@ from nesa_node.swarm.protocol.messages import (
     Probe,
     Received,
 )
-from nesa_node.swarm.protocol.stream import Stream, peer_timeout
+from nesa_node.swarm.protocol.stream import MessageBudget, Stream, peer_timeout
 from nesa_node.swarm.protocol.training_messages import (
     TrainApplied,
     TrainApply,
@@ -90,6 +92,21 @@ CLOSE_TIMEOUT_S = 2.0
 M = TypeVar("M", bound=Message)
 Payload = memoryview | bytearray | bytes
 _Expected = asyncio.Future[tuple[AnyMessage, bytearray]]
+_Notice = Pong | Probe | Received | Leaving
+BUSY_LIMIT_FACTOR = 20
+"""Longest time for one answer of a node that says that it computes, in `step_timeout_s`."""
+MAX_ABS_VALUE = 1e15
+"""Above what blocks compute. The next node would get infinities of larger numbers, and be blamed:
+the square root of this is far above all activations, and its square within float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A message that waits for its answer, which repeats the numbers `about`."""
+
+    answer: type[Message]
+    about: tuple[int, ...]
+    future: _Expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +122,16 @@ class TrainingLimits:
 class TrainingLink:
     """`TrainingSpan` on a node. Answers come in the order of the messages."""
 
-    def __init__(self, hop: Hop, stream: Stream, speed: LinkSpeed, request: RouteRequest) -> None:
+    def __init__(
+        self,
+        hop: Hop,
+        stream: Stream,
+        speed: LinkSpeed,
+        request: RouteRequest,
+        shapes: StateShapes,
+        budget: MessageBudget,
+    ) -> None:
+        """`shapes` are those of the span's state."""
         self.hop = hop
         self.span = hop.span
         self.failure: Exception | None = None
@@ -121,9 +147,17 @@ class TrainingLink:
         self._quality = request.options.quality
         self._hidden_size = request.hidden_size
         self._silence_limit_s = request.options.step_timeout_s
-        self._expected: deque[tuple[type[Message], _Expected]] = deque()
+        self._open_timeout_s = min(OPEN_TIMEOUT_S, max(request.options.recovery_timeout_s, 10.0))
+        self._shapes = shapes
+        self._budget = budget
+        self._expected: deque[_Question] = deque()
         self._max_bytes = 0
         self._heard_at = time.monotonic()
+        """When the last answer or pong came."""
+        self._answered_at = time.monotonic()
+        """When the last answer came, or the first question after it was asked."""
+        self._idle_since: float | None = None
+        """When the node first said that it computes nothing, although it has been asked."""
         self._pinged_at: float | None = None
         self._send_turn = asyncio.Lock()
 
@@ -155,22 +189,33 @@ class TrainingLink:
         )
         self._max_bytes = max(limits.max_tokens * self._hidden_size * 4, 64 << 20)
         try:
-            async with peer_timeout(self.peer, OPEN_TIMEOUT_S, "opening a training session"):
+            async with peer_timeout(self.peer, self._open_timeout_s, "opening a training session"):
                 await self._stream.send(message)
                 answer, _ = await self._stream.receive()
-        except StreamClosedError as error:
-            raise PeerUnreachableError(f"{self.peer} closed the stream: {error}") from None
-        match answer:
-            case TrainOpened():
+            if isinstance(answer, TrainOpened):
                 self._wire = LinkEncoder(self._quality, answer.codecs, self._speed)
                 states = HiddenStatesSpec(self._hidden_size, request.dtype, limits.max_tokens)
                 await self._wire.prepare(self._stream, states)
+                return
+        except StreamClosedError as error:
+            raise PeerUnreachableError(f"{self.peer} closed the stream: {error}") from None
+        except ProtocolError as error:
+            raise self._blame(error) from None
+        match answer:
             case Busy():
                 raise BusyError(f"{self.peer}: {answer.message}", answer.retry_after_s)
             case ErrorMessage():
                 raise RemoteError(answer.code, f"{self.peer}: {answer.message}")
             case _:
                 raise RemoteError("unexpected", f"{self.peer} answered {type(answer).__name__}")
+
+    def _blame(self, error: Exception) -> Exception:
+        """What the node sent is its failure: an error after which it is left out."""
+        if isinstance(error, ProtocolError) and not isinstance(
+            error, RemoteError | StreamClosedError
+        ):
+            return RemoteError(error.code, f"{self.peer} sent {error}")
+        return error
 
     async def run(self) -> None:
         """Receive answers, and ping a silent node, until the link fails; `failure` says why."""
@@ -179,12 +224,12 @@ class TrainingLink:
                 tasks.create_task(self._receive())
                 tasks.create_task(self._watch_silence())
         except* ProtocolError as group:
-            self._fail(group.exceptions[0])
+            self._fail(self._blame(group.exceptions[0]))
         except* PeerUnreachableError as group:
             self._fail(group.exceptions[0])
 
     async def begin(self, step: int) -> None:
-        await self._ask(TrainBegin(step=step), TrainBegan)
+        await self._ask(TrainBegin(step=step), TrainBegan, (step,))
 
     async def forward(
         self, batch: MicroBatchPass, hidden_TD: Tensor, *, keep: bool = True
@@ -198,7 +243,7 @@ class TrainingLink:
             tensor=meta,
             keep=keep,
         )
-        answer, data = await self._ask(message, TrainOutput, payload)
+        answer, data = await self._ask(message, TrainOutput, (batch.step, batch.number), payload)
         return await self._decode(answer.tensor, data, batch)
 
     async def backward(
@@ -207,12 +252,14 @@ class TrainingLink:
         meta, payload = await self._encode(grad_TD)
         message = TrainBackward(step=batch.step, micro=batch.number, tensor=meta)
         async with turn:
-            expected = await self._send_request([(message, payload)], TrainGradient)
+            expected = await self._send_request(
+                [(message, payload)], TrainGradient, (batch.step, batch.number)
+            )
         answer, data = await self._wait(expected, TrainGradient)
         return await self._decode(answer.tensor, data, batch)
 
     async def squared_norm(self, step: int) -> float:
-        answer, _ = await self._ask(TrainNorm(step=step), TrainNormed)
+        answer, _ = await self._ask(TrainNorm(step=step), TrainNormed, (step,))
         return answer.squared_norm
 
     async def apply(
@@ -221,15 +268,11 @@ class TrainingLink:
         message = TrainApply(
             step=step, micro_batches=micro_batches, learning_rate=learning_rate, scale=scale
         )
-        await self._ask(message, TrainApplied)
+        await self._ask(message, TrainApplied, (step,))
 
-    async def export(self) -> SpanState:
-        answer, _ = await self._ask(TrainPull(), TrainState)
+    async def export(self, applied: int) -> SpanState:
+        answer, _ = await self._ask(TrainPull(), TrainState, (applied,))
         found, self._state_tensors = self._state_tensors, {}
-        if await asyncio.to_thread(hash_state, found) != answer.digest:
-            raise self._fail(
-                RemoteError("bad_tensor", f"{self.peer} sent a state with another digest")
-            )
         return SpanState(answer.applied, found)
 
     async def restore(self, state: SpanState) -> None:
@@ -239,7 +282,8 @@ class TrainingLink:
         for name, value in state.tensors.items():
             meta, payload = tensors.encode(value)
             parts.append((TrainTensor(name=name, tensor=meta), payload))
-        await self._wait(await self._send_request(parts, TrainRestored), TrainRestored)
+        expected = await self._send_request(parts, TrainRestored, (state.applied,))
+        await self._wait(expected, TrainRestored)
 
     async def close(self) -> None:
         """End the session at the node, if it is not lost, and close the stream."""
@@ -257,19 +301,23 @@ class TrainingLink:
             await self._stream.close()
 
     async def _ask(
-        self, message: Message, answer: type[M], payload: Payload = b""
+        self, message: Message, answer: type[M], about: tuple[int, ...], payload: Payload = b""
     ) -> tuple[M, bytearray]:
         """Send a message and wait for its answer. Raises `RemoteError` for a refusal."""
-        return await self._wait(await self._send_request([(message, payload)], answer), answer)
+        expected = await self._send_request([(message, payload)], answer, about)
+        return await self._wait(expected, answer)
 
     async def _send_request(
-        self, parts: Sequence[tuple[Message, Payload]], answer: type[Message]
+        self,
+        parts: Sequence[tuple[Message, Payload]],
+        answer: type[Message],
+        about: tuple[int, ...],
     ) -> _Expected:
         """Send messages that have one answer. A cancelled call sends them to their end, too."""
 
         async def send() -> _Expected:
             async with self._send_turn:
-                expected = self._expect(answer)
+                expected = self._expect(answer, about)
                 for message, payload in parts:
                     await self._send(message, payload)
                 return expected
@@ -283,14 +331,18 @@ class TrainingLink:
             raise
         return sending.result()
 
-    def _expect(self, answer: type[Message]) -> _Expected:
+    def _expect(self, answer: type[Message], about: tuple[int, ...]) -> _Expected:
         if self.failure is not None:
             raise self.failure
         if not self._expected:
-            self._heard_at = time.monotonic()
+            self._note_answer()
         future: _Expected = asyncio.get_running_loop().create_future()
-        self._expected.append((answer, future))
+        self._expected.append(_Question(answer, about, future))
         return future
+
+    def _note_answer(self) -> None:
+        self._heard_at = self._answered_at = time.monotonic()
+        self._pinged_at = self._idle_since = None
 
     async def _send(self, message: Message, payload: Payload) -> None:
         try:
@@ -305,50 +357,75 @@ class TrainingLink:
 
     async def _receive(self) -> None:
         while True:
-            message, payload = await self._stream.receive(max_tensor_bytes=self._max_bytes)
-            self._heard_at, self._pinged_at = time.monotonic(), None
-            await report_arrival(self._stream, self._quality, VERSION)
-            match message:
-                case Pong() | Probe():
-                    continue
-                case Received():
-                    self._wire.record_arrival(message)
-                    continue
-                case Leaving():
-                    self.is_leaving = True
-                    continue
-                case ErrorMessage(fatal=True):
-                    raise RemoteError(message.code, f"{self.peer}: {message.message}")
+            message, payload = await self._receive_answer()
             if not self._expected:
                 raise RemoteError(
                     "unexpected", f"{self.peer} sent {type(message).__name__} without a question"
                 )
-            answer, future = self._expected[0]
+            question = self._expected[0]
             if isinstance(message, ErrorMessage):
-                if future.done():  # its call was cancelled
+                if question.future.done():  # its call was cancelled
                     self._expected.popleft()
                     continue
                 raise RemoteError(message.code, f"{self.peer}: {message.message}")
-            if isinstance(message, TrainState):
-                await self._receive_state(message)
-            if not isinstance(message, answer):
+            if not isinstance(message, question.answer):
                 raise RemoteError(
                     "unexpected",
-                    f"{self.peer} answered {type(message).__name__}, not {answer.__name__}",
+                    f"{self.peer} answered {type(message).__name__}, not "
+                    f"{question.answer.__name__}",
                 )
+            if (found := _numbers_of(message)) != question.about:
+                raise RemoteError(
+                    "unexpected",
+                    f"{self.peer} answered {type(message).__name__} for {found}, not for "
+                    f"{question.about}",
+                )
+            if isinstance(message, TrainState):
+                await self._receive_state(message)
             self._expected.popleft()
-            if not future.done():
-                future.set_result((message, payload))
+            if not question.future.done():
+                question.future.set_result((message, payload))
+
+    async def _receive_answer(self) -> tuple[AnyMessage, bytearray]:
+        """The next message that is no notice. Raises `RemoteError` for a fatal error."""
+        while True:
+            message, payload = await self._stream.receive(max_tensor_bytes=self._max_bytes)
+            await report_arrival(self._stream, self._quality, VERSION)
+            if isinstance(message, ErrorMessage) and message.fatal:
+                raise RemoteError(message.code, f"{self.peer}: {message.message}")
+            if not isinstance(message, _Notice):
+                self._note_answer()
+                return message, payload
+            self._record_notice(message)
+            await self._budget.wait_until_paid(self._stream, message)
+
+    def _record_notice(self, message: _Notice) -> None:
+        match message:
+            case Pong():
+                self._heard_at, self._pinged_at = time.monotonic(), None
+                if message.busy:
+                    self._idle_since = None
+                elif self._idle_since is None:
+                    self._idle_since = self._heard_at
+            case Received():
+                self._wire.record_arrival(message)
+            case Leaving():
+                self.is_leaving = True
 
     async def _receive_state(self, state: TrainState) -> None:
-        self._state_tensors = {}
+        found: dict[str, Tensor] = {}
         for _ in range(state.tensors):
-            message, payload = await self._stream.receive(max_tensor_bytes=self._max_bytes)
+            message, payload = await self._receive_answer()
             if not isinstance(message, TrainTensor):
                 raise RemoteError("unexpected", f"{self.peer} sent a state in pieces")
-            value = tensors.decode(message.tensor, payload, max_bytes=self._max_bytes)
-            self._state_tensors[message.name] = value
-            self._heard_at, self._pinged_at = time.monotonic(), None
+            self._shapes.check_shape(message.name, message.tensor.shape)
+            if message.tensor.codec != UNCOMPRESSED or message.name in found:
+                raise ProtocolError("bad_tensor", f"{message.name} is compressed, or comes twice")
+            found[message.name] = tensors.decode(message.tensor, payload, max_bytes=self._max_bytes)
+        if await asyncio.to_thread(hash_state, found) != state.digest:
+            raise ProtocolError("bad_tensor", "a state with another digest than was announced")
+        await asyncio.to_thread(self._shapes.check, found)
+        self._state_tensors = found
 
     async def _watch_silence(self) -> None:
         while True:
@@ -363,13 +440,24 @@ class TrainingLink:
                 raise PeerUnreachableError(
                     f"{self.peer} answered no ping for {self._silence_limit_s:g} s"
                 )
+            if self._idle_since is not None and now - self._idle_since >= self._silence_limit_s:
+                raise RemoteError(
+                    "not_answered",
+                    f"{self.peer} computed nothing for {self._silence_limit_s:g} s, and did not "
+                    "answer",
+                )
+            if now - self._answered_at >= BUSY_LIMIT_FACTOR * self._silence_limit_s:
+                raise RemoteError(
+                    "not_answered",
+                    f"{self.peer} did not answer for {now - self._answered_at:.0f} s",
+                )
 
     def _fail(self, error: Exception) -> Exception:
         """Mark the link as lost; later calls, and those that wait, raise the first error."""
         if self.failure is None:
             self.failure = error
         while self._expected:
-            _, future = self._expected.popleft()
+            future = self._expected.popleft().future
             if not future.done():
                 future.set_exception(self.failure)
                 future.exception()
@@ -385,14 +473,33 @@ class TrainingLink:
                 raise ProtocolError("bad_tensor", f"a tensor {list(meta.shape)}, not {list(shape)}")
             check_codec_allowed(self._quality, meta)
             values_TD = tensors.decode(meta, data, max_bytes=self._max_bytes)
+            if float(values_TD.abs().max()) > MAX_ABS_VALUE:
+                raise ProtocolError("bad_tensor", f"values above {MAX_ABS_VALUE:g}")
         except ProtocolError as error:
-            raise self._fail(RemoteError(error.code, f"{self.peer} sent {error}")) from None
+            raise self._fail(self._blame(error)) from None
         return values_TD.to(torch.float32) if values_TD.dtype == torch.float16 else values_TD
+
+
+def _numbers_of(message: AnyMessage) -> tuple[int, ...]:
+    """Numbers of an answer that repeat those of its question."""
+    match message:
+        case TrainOutput() | TrainGradient():
+            return message.step, message.micro
+        case TrainState() | TrainRestored():
+            return (message.applied,)
+        case TrainBegan() | TrainNormed() | TrainApplied():
+            return (message.step,)
+        case _:
+            return ()
 
 
 @asynccontextmanager
 async def dial_training(
-    swarm: Swarm, hop: Hop, addresses: tuple[str, ...], request: RouteRequest
+    swarm: Swarm,
+    hop: Hop,
+    addresses: tuple[str, ...],
+    request: RouteRequest,
+    shapes: StateShapes,
 ) -> AsyncIterator[TrainingLink]:
     """Open a stream to a node. On exit it is closed, if the body failed."""
     reader, writer = await swarm.transport.open_stream(
@@ -401,7 +508,7 @@ async def dial_training(
     stream = Stream(hop.peer_id, reader, writer)
     try:
         speed = await get_link_speed(swarm, hop.peer_id, request.options.quality)
-        yield TrainingLink(hop, stream, speed, request)
+        yield TrainingLink(hop, stream, speed, request, shapes, swarm.message_budget)
     except BaseException:
         stream.abort()
         raise

@@ -75,7 +75,9 @@ class TrainingSpan(Protocol):
         self, step: int, *, micro_batches: int, learning_rate: float, scale: float
     ) -> None: ...
 
-    async def export(self) -> SpanState: ...
+    async def export(self, applied: int) -> SpanState:
+        """The state after `applied` steps."""
+        ...
 
     async def restore(self, state: SpanState) -> None: ...
 
@@ -136,8 +138,9 @@ class LocalTrainingSpan:
             )
         )
 
-    async def export(self) -> SpanState:
-        return SpanState(self._trainer.applied, await self._run(self._trainer.export))
+    async def export(self, applied: int) -> SpanState:
+        assert self._trainer.applied == applied
+        return SpanState(applied, await self._run(self._trainer.export))
 
     async def restore(self, state: SpanState) -> None:
         await self._run(partial(self._trainer.restore, state.applied, state.tensors))

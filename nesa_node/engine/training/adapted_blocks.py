@@ -112,13 +112,13 @@ class AdaptedBlocks:
             self._decoders[index] = slice_decoder(
                 decoder, family.layers_name, Span(local, local + 1)
             )
-            path, module = f"base_model.model.{family.layers_path}.{index}", layer
+            path, module = f"{family.layers_path}.{index}", layer
             if edge := self._edges.get(index):
                 path, module = f"{path}.{edge.title}", edge
             for name, value in module.named_parameters():
                 if value.requires_grad:
                     value.data = value.data.float()
-                    self.parameters[f"{path}.{name.replace(f'.{_ADAPTER}', '')}"] = value
+                    self.parameters[_peft_name(path, name)] = value
 
     def run_block(
         self, index: int, hidden_RLD: Tensor, batch: MicroBatch, *, dropout: bool = True
@@ -151,6 +151,34 @@ class AdaptedBlocks:
         return torch.arange(hidden_RLD.shape[1], device=self.device).unsqueeze(0)
 
 
+def find_adapter_shapes(
+    checkpoint: Checkpoint, config: AdapterConfig | None, span: Span
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters that `AdaptedBlocks` has for `span`, without its weights.
+
+    Raises `ConfigError` as `AdaptedBlocks` does.
+    """
+    if config is None:
+        return {}
+    skeleton = Skeleton(checkpoint)
+    found: dict[str, tuple[int, ...]] = {}
+    model: nn.Module = skeleton.model
+    if not isinstance(config, BottleneckConfig | DeepPromptConfig):
+        require_supported(config)
+        _inject(skeleton, config, 0)
+    for index in range(span.start, span.end):
+        path = f"{skeleton.family.layers_path}.{index}"
+        module = model.get_submodule(path)
+        if isinstance(config, BottleneckConfig | DeepPromptConfig):
+            with torch.device("meta"):
+                edge = config.make_module(int(checkpoint.config.hidden_size))
+            path, module = f"{path}.{edge.title}", edge
+        for name, value in module.named_parameters():
+            if value.requires_grad:
+                found[_peft_name(path, name)] = tuple(value.shape)
+    return found
+
+
 def count_adapter_values(served: ModelBlocks, spec: TrainingSpec) -> int:
     """Upper bound of the numbers that the adapters of a span have, before they take memory."""
     if spec.bottleneck is not None:
@@ -178,6 +206,11 @@ def _count_features(part: nn.Module | Tensor) -> int:
 def _layers(decoder: Any, family: ModelFamily) -> Iterable[nn.Module]:
     layers: nn.ModuleList = getattr(decoder, family.layers_name)
     return layers
+
+
+def _peft_name(path: str, name: str) -> str:
+    """Name in PEFT's files of parameter `name` of the module at `path`."""
+    return f"base_model.model.{path}.{name.replace(f'.{_ADAPTER}', '')}"
 
 
 def _block_seed(seed: int, index: int) -> int:

@@ -137,6 +137,13 @@ class OptimizerConfig:
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} must be a number from 0 on, got {value}")
 
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """What the optimizer keeps of each parameter, by torch's names."""
+        if self.name == "adamw":
+            return ("step", "exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if self.momentum else ()
+
     def make(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
         """Make the optimizer; None without parameters."""
         if not parameters:

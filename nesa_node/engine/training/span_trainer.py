@@ -21,6 +21,7 @@ from torch import Tensor
 from nesa_node.core.errors import ProtocolError
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
 from nesa_node.engine.training.adapters import OptimizerConfig
+from nesa_node.engine.training.training_state import StateShapes
 
 Keep = Literal["input", "inputs", "activations"]
 """What is kept of a micro-batch: the span's input alone (its blocks run three times), the input of
@@ -74,6 +75,10 @@ class SpanTrainer:
         self._parameters = blocks.parameters
         self._optimizer = optimizer.make(list(self._parameters.values()))
         """None where the span has no adapters: it passes gradients on."""
+        self.state_shapes = StateShapes(
+            {name: value.shape for name, value in self._parameters.items()}, optimizer
+        )
+        """Of the state that `export` returns and `restore` takes."""
         self._keep = keep
         self._kept: dict[int, _Kept] = {}
         self._attempt = 0
@@ -194,7 +199,8 @@ class SpanTrainer:
                 f"step {step} has gradients of {self._num_backwards} micro-batches, not of "
                 f"{micro_batches}",
             )
-        if not (math.isfinite(self.compute_squared_norm(step)) and math.isfinite(scale)):
+        numbers = (self.compute_squared_norm(step), scale, learning_rate)
+        if not all(map(math.isfinite, numbers)):
             raise ProtocolError("bad_tensor", f"the gradients of step {step} are not finite")
         for value in self._parameters.values():
             if value.grad is not None:
@@ -219,25 +225,18 @@ class SpanTrainer:
     def restore(self, applied: int, tensors: Mapping[str, Tensor]) -> None:
         """Continue after `applied` steps with what `export` returned then.
 
-        Raises `ProtocolError` for names or shapes of another span or adapter, or other numbers.
+        Raises `ProtocolError` for names or shapes of another span or adapter, and for values that
+        the optimizer cannot continue with.
         """
-        expected = {f"adapter.{name}": value for name, value in self._parameters.items()}
-        if missing := sorted(set(expected) - set(tensors)):
-            raise ProtocolError("bad_tensor", f"the state lacks {missing[0]}")
+        self.state_shapes.check(tensors)
         states: dict[str, dict[str, Tensor]] = {name: {} for name in self._parameters}
         for name, value in tensors.items():
-            kind, _, rest = name.partition(".")
-            key, _, owner = rest.partition(".") if kind == "optimizer" else ("", "", rest)
-            if kind not in ("adapter", "optimizer") or owner not in states:
-                raise ProtocolError("bad_tensor", f"the state of another span or adapter: {name}")
-            if value.numel() > 1 and value.shape != self._parameters[owner].shape:
-                raise ProtocolError("bad_tensor", f"{name} has shape {list(value.shape)}")
-            _require_finite(value, name)
-            if key:
+            if name.startswith("optimizer."):
+                key, _, owner = name.removeprefix("optimizer.").partition(".")
                 states[owner][key] = value
         with torch.no_grad():
-            for name, parameter in expected.items():
-                parameter.copy_(tensors[name])
+            for name, parameter in self._parameters.items():
+                parameter.copy_(tensors[f"adapter.{name}"])
         if self._optimizer is not None:
             self._optimizer.state.clear()
             for name, state in states.items():

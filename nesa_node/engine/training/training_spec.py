@@ -29,7 +29,11 @@ MAX_RANK = 1024
 MAX_MODULES = 1024
 ALL_LINEAR = "all-linear"
 
-_NAME_PATTERN = "^[A-Za-z0-9_.-]+$"
+MAX_PATTERNS = 128
+"""Modules with a rank or alpha of their own. PEFT makes a pattern of each and tries it on every
+module of the model; Python keeps 512 compiled patterns, and with more would compile each again."""
+
+_NAME_PATTERN = r"\A[A-Za-z0-9_.-]+\Z"
 ModuleName = Annotated[str, Meta(min_length=1, max_length=256, pattern=_NAME_PATTERN)]
 ModuleNames = Annotated[tuple[ModuleName, ...], Meta(max_length=MAX_MODULES)]
 Rank = Annotated[int, Meta(ge=1, le=MAX_RANK)]
@@ -50,8 +54,8 @@ class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     fan_in_fan_out: bool = False
     init_lora_weights: bool | Literal["gaussian"] = True
     layers_to_transform: Annotated[tuple[LayerIndex, ...], Meta(max_length=1024)] = ()
-    rank_pattern: Annotated[dict[ModuleName, Rank], Meta(max_length=MAX_MODULES)] = {}
-    alpha_pattern: Annotated[dict[ModuleName, Alpha], Meta(max_length=MAX_MODULES)] = {}
+    rank_pattern: Annotated[dict[ModuleName, Rank], Meta(max_length=MAX_PATTERNS)] = {}
+    alpha_pattern: Annotated[dict[ModuleName, Alpha], Meta(max_length=MAX_PATTERNS)] = {}
 
     @property
     def max_rank(self) -> int:
@@ -122,9 +126,12 @@ class TrainingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         return spec
 
     def make_config(self) -> AdapterConfig | None:
-        """Config of the adapters; None without any."""
+        """Config of the adapters; None without any. Raises `ConfigError` for what PEFT refuses."""
         made = self.lora or self.ia3
-        return made.make_config() if made is not None else self.bottleneck or self.deep_prompt
+        try:
+            return made.make_config() if made is not None else self.bottleneck or self.deep_prompt
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"PEFT refuses this adapter: {error}") from None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nesa_node.core.errors import BusyError, ProtocolError
 from nesa_node.core.ids import PeerId
+from nesa_node.core.lru_table import LruTable
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.training.adapted_blocks import count_adapter_values
 from nesa_node.engine.training.span_trainer import Keep
@@ -18,6 +20,13 @@ RETRY_AFTER_S = 5.0
 ACTIVATION_VALUES = 48
 """Numbers of all activations of a block for one token that autograd keeps, in hidden sizes."""
 PARAMETER_BYTES = 4
+MASK_BYTES = 6
+"""Bytes of a mask between each two tokens of one row, in which texts do not see each other: of
+numbers, and while it is made of truth values."""
+OPENING_PRICE = 10.0
+MAX_OPENING_DEBT_S = 60.0
+"""Six seconds of opens at once, and then a tenth of the time."""
+MAX_OPENING_PEERS = 4096
 PEER_SHARE = 2
 """One peer may have the whole promise divided by this: identities are free, so that this only keeps
 one client from excluding the next by accident."""
@@ -28,9 +37,9 @@ class TrainingNeed:
     """Bytes that one session takes at most, by what it keeps of micro-batches."""
 
     adapter_bytes: int
-    """Parameters, gradients and optimizer state."""
+    """Parameters, gradients and optimizer state, and a copy of the state that is sent."""
     running_bytes: int
-    """Activations of the block that runs, and messages on the way."""
+    """Activations of the block that runs, its attention mask, and messages on the way."""
     kept_bytes: dict[Keep, int]
 
     def total_bytes(self, keep: Keep) -> int:
@@ -46,12 +55,15 @@ def compute_need(
     """
     hidden_bytes = blocks.hidden_size * blocks.dtype.itemsize
     moments = 2 if spec.optimizer.name == "adamw" else int(spec.optimizer.momentum > 0)
+    copies = 2 + moments + (1 + moments)
     inputs_bytes = blocks.num_blocks * hidden_bytes
     activations_bytes = blocks.num_blocks * ACTIVATION_VALUES * hidden_bytes
     return TrainingNeed(
-        adapter_bytes=count_adapter_values(blocks, spec) * PARAMETER_BYTES * (2 + moments),
+        adapter_bytes=count_adapter_values(blocks, spec) * PARAMETER_BYTES * copies,
         running_bytes=max_tokens * (ACTIVATION_VALUES + 4) * hidden_bytes
-        + max_tokens * inputs_bytes,
+        + max_tokens * inputs_bytes
+        + max_tokens * max_tokens * MASK_BYTES
+        + max_kept_tokens * blocks.hidden_size * 4,
         kept_bytes={
             "activations": max_kept_tokens * activations_bytes,
             "inputs": max_kept_tokens * inputs_bytes,
@@ -104,3 +116,28 @@ class TrainingMemory:
             self._reserved[peer] -= nbytes
             if not self._reserved[peer]:
                 del self._reserved[peer]
+
+
+class OpeningBudget:
+    """What each peer may take of this node's time to open sessions.
+
+    An open costs `OPENING_PRICE` times the seconds that it took. A peer whose debt is above
+    `MAX_OPENING_DEBT_S` waits.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._paid_at: LruTable[PeerId, float] = LruTable(MAX_OPENING_PEERS)
+
+    def check(self, peer: PeerId) -> None:
+        """Raise `BusyError` if `peer` has to wait."""
+        debt_s = self._paid_at.get(peer, 0.0) - self._clock()
+        if debt_s > MAX_OPENING_DEBT_S:
+            raise BusyError(
+                "this peer has opened training sessions too often", debt_s - MAX_OPENING_DEBT_S
+            )
+
+    def charge(self, peer: PeerId, seconds: float) -> None:
+        """Count an open that took `seconds`."""
+        since = max(self._paid_at.get(peer, 0.0), self._clock())
+        self._paid_at.put(peer, since + OPENING_PRICE * seconds)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import time
+from collections.abc import Callable
 from functools import partial
 
 from nesa_node.compression.codecs import codec_names
 from nesa_node.core.errors import ConfigError, ProtocolError, is_installed
-from nesa_node.core.ids import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks
@@ -17,9 +19,14 @@ from nesa_node.engine.training.training_spec import TrainingSpec
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.server.scheduler.batch import Executor
 from nesa_node.server.session.message_loop import Drain
-from nesa_node.server.training.training_memory import TrainingMemory, compute_need
+from nesa_node.server.training.training_memory import (
+    OpeningBudget,
+    TrainingMemory,
+    compute_need,
+)
 from nesa_node.server.training.training_session import TrainingSession
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.tasks import wait_until_done
 from nesa_node.swarm.protocol.link_encoder import HiddenStatesSpec, LinkEncoder, get_link_speed
 from nesa_node.swarm.protocol.messages import VERSION
 from nesa_node.swarm.protocol.stream import Stream
@@ -47,6 +54,8 @@ class TrainingServer:
         self._checkpoint = checkpoint
         self._blocks = blocks
         self._executor = executor
+        self._building = asyncio.Lock()
+        self._openings = OpeningBudget()
         self._step_timeout_s = step_timeout_s
         self._idle_timeout_s = idle_timeout_s
 
@@ -70,10 +79,9 @@ class TrainingServer:
         with self.memory.reserve(stream.peer, need) as keep:
             # Not in the device's thread, which would stand still for seconds the first time.
             await asyncio.to_thread(importlib.import_module, "peft")
-            try:
-                trainer = await self._executor.run(partial(self._make_trainer, blocks, spec, keep))
-            except ConfigError as error:
-                raise ProtocolError("bad_spec", str(error)) from None
+            trainer = await self._build(
+                stream.peer, partial(self._make_trainer, blocks, spec, keep)
+            )
             log.info(
                 "training_opened",
                 blocks=str(blocks.span),
@@ -84,6 +92,27 @@ class TrainingServer:
                 await self._run(stream, opened, trainer, drain)
             finally:
                 log.info("training_closed", blocks=str(blocks.span), steps=trainer.applied)
+
+    async def _build(self, peer: PeerId, make: Callable[[], SpanTrainer]) -> SpanTrainer:
+        """Make adapters, one session's at a time, beside the device's thread.
+
+        PEFT takes a fraction of a second to seconds of Python for a model, in which iterations go
+        on. Raises `BusyError` for a peer that opens too often, and `ProtocolError`.
+        """
+        async with self._building:
+            self._openings.check(peer)
+            started = time.monotonic()
+            making = asyncio.ensure_future(asyncio.to_thread(make))
+            try:
+                await wait_until_done(making)
+                return making.result()
+            except ConfigError as error:
+                raise ProtocolError("bad_spec", str(error)) from None
+            except Exception as error:  # of PEFT and torch, with a client's spec
+                log.warning("training_not_opened", peer=peer, reason=str(error)[:500])
+                raise ProtocolError("bad_spec", f"no such adapters here: {error}"[:1000]) from None
+            finally:
+                self._openings.charge(peer, time.monotonic() - started)
 
     def _make_trainer(self, blocks: ModelBlocks, spec: TrainingSpec, keep: Keep) -> SpanTrainer:
         adapted = AdaptedBlocks(blocks, self._checkpoint, spec.make_config(), seed=spec.seed)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from nesa_node.compression import tensors
@@ -23,7 +22,11 @@ from nesa_node.engine.training.text_layout import TextLayout
 from nesa_node.server.scheduler.batch import Executor
 from nesa_node.server.session.message_loop import Drain
 from nesa_node.swarm.protocol.any_message import AnyMessage
-from nesa_node.swarm.protocol.link_encoder import LinkEncoder, check_codec_allowed
+from nesa_node.swarm.protocol.link_encoder import (
+    UNCOMPRESSED,
+    LinkEncoder,
+    check_codec_allowed,
+)
 from nesa_node.swarm.protocol.messages import (
     Cancel,
     Close,
@@ -58,7 +61,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 MAX_QUEUED_MESSAGES = 4096
-"""Messages without a tensor of hidden states that may wait; then reading stops."""
+"""Messages that may wait; then reading stops."""
 
 
 class _TrainingEnded(Exception):
@@ -88,6 +91,9 @@ class TrainingSession:
         )
         self._waiting_tokens = 0
         """Tokens of micro-batches that were received and are neither kept nor answered."""
+        self._waiting_bytes = 0
+        """Bytes of received tensors that are not answered."""
+        self._has_room = asyncio.Event()
         self._kept_tokens: dict[int, int] = {}
         self._layouts: dict[int, TextLayout] = {}
         """Of kept micro-batches, by number."""
@@ -95,13 +101,12 @@ class TrainingSession:
         self._restored_state: TrainState | None = None
         self._active_at = time.monotonic()
         self._computing = False
-        largest = max(
-            (value.numel() for value in trainer.blocks.parameters.values()),
-            default=0,
+        sizes = [value.numel() for value in trainer.blocks.parameters.values()]
+        token_bytes = trainer.blocks.hidden_size * 4
+        self._max_tensor_bytes = max(
+            opened.max_tokens * token_bytes, 4 * max(sizes, default=0), 4096
         )
-        self._state_bytes = 3 * 4 * sum(v.numel() for v in trainer.blocks.parameters.values())
-        hidden_bytes = opened.max_tokens * trainer.blocks.hidden_size * 4
-        self._max_tensor_bytes = max(hidden_bytes, 4 * largest, 4096)
+        self._max_waiting_bytes = opened.max_kept_tokens * token_bytes + 4096
 
     @property
     def applied(self) -> int:
@@ -142,9 +147,22 @@ class TrainingSession:
                 case Probe():
                     pass
                 case _:
-                    self._count_received(message)
-                    await self._queue.put((message, payload))
+                    await self._enqueue(message, payload)
             await self._budget.wait_until_paid(self._client, message)
+
+    async def _enqueue(self, message: AnyMessage, payload: bytearray) -> None:
+        """Queue a message; reading stops while waiting tensors fill the room.
+
+        A client that keeps to its promise has less under way, but for a state.
+        """
+        self._count_received(message)
+        while self._waiting_bytes and (
+            self._waiting_bytes + len(payload) > self._max_waiting_bytes
+        ):
+            self._has_room.clear()
+            await self._has_room.wait()
+        self._waiting_bytes += len(payload)
+        await self._queue.put((message, payload))
 
     def _count_received(self, message: AnyMessage) -> None:
         """Raises `ProtocolError("too_large")` for more tokens than were promised."""
@@ -168,6 +186,7 @@ class TrainingSession:
     async def _answer_messages(self) -> None:
         while True:
             message, payload = await self._queue.get()
+            nbytes = len(payload)
             self._computing = True
             try:
                 answers = await self._apply(message, payload)
@@ -187,6 +206,8 @@ class TrainingSession:
                 ]
             finally:
                 self._computing = False
+                self._waiting_bytes -= nbytes
+                self._has_room.set()
                 if isinstance(message, TrainForward):
                     self._waiting_tokens -= TextLayout(message.texts).padded_tokens
                 self._kept_tokens = {
@@ -230,7 +251,14 @@ class TrainingSession:
             case TrainPull():
                 return await self._export()
             case TrainState():
-                self._restored_state, self._restoring = message, {}
+                self._restored_state, self._restoring = None, {}
+                if message.tensors > trainer.state_shapes.max_tensors:
+                    raise ProtocolError(
+                        "too_large",
+                        f"a state of {message.tensors} tensors; this span's has at most "
+                        f"{trainer.state_shapes.max_tensors}",
+                    )
+                self._restored_state = message
                 return await self._restore_if_complete()
             case TrainTensor():
                 self._collect(message, payload)
@@ -298,7 +326,7 @@ class TrainingSession:
             return await self._executor.run(job)
         except ProtocolError:
             raise
-        except (RuntimeError, ValueError, MemoryError) as error:
+        except Exception as error:  # of torch and transformers, with a client's numbers
             log.warning("training_failed", reason=str(error)[:500])
             raise ProtocolError("not_computed", f"the step failed here: {error}"[:1000]) from None
 
@@ -316,12 +344,12 @@ class TrainingSession:
     def _collect(self, message: TrainTensor, payload: bytearray) -> None:
         if self._restored_state is None:
             raise ProtocolError("unexpected", "a tensor without train_state before it")
-        value = tensors.decode(message.tensor, payload, max_bytes=self._max_tensor_bytes)
-        if value.dtype != torch.float32:
-            raise ProtocolError("bad_tensor", f"{message.name}: a state is in float32")
-        self._restoring[message.name] = value
-        if sum(each.nbytes for each in self._restoring.values()) > self._state_bytes + 65536:
-            raise ProtocolError("too_large", "a state larger than that of this span's adapters")
+        self._trainer.state_shapes.check_shape(message.name, message.tensor.shape)
+        if message.tensor.codec != UNCOMPRESSED or message.name in self._restoring:
+            raise ProtocolError("bad_tensor", f"{message.name} is compressed, or comes twice")
+        self._restoring[message.name] = tensors.decode(
+            message.tensor, payload, max_bytes=self._max_tensor_bytes
+        )
 
     async def _restore_if_complete(
         self,

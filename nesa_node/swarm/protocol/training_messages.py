@@ -30,6 +30,8 @@ MAX_MICRO_BATCHES = 1 << 16
 MAX_TEXTS = 4096
 """Texts that one row packs."""
 MAX_STATE_TENSORS = 1 << 20
+MAX_SQUARED_NORM = 1e100
+"""Above what gradients in float32 can have, and finite in sums over nodes."""
 
 StepNumber = Epoch
 MicroNumber = Annotated[int, Meta(ge=0, lt=MAX_MICRO_BATCHES)]
@@ -130,7 +132,7 @@ class TrainNorm(Message, frozen=True, tag="train_norm"):
 
 class TrainNormed(Message, frozen=True, tag="train_normed"):
     step: StepNumber
-    squared_norm: Annotated[float, Meta(ge=0)]
+    squared_norm: Annotated[float, Meta(ge=0, le=MAX_SQUARED_NORM)]
 
 
 class TrainApply(Message, frozen=True, tag="train_apply"):

@@ -254,6 +254,8 @@ def test_numbers_that_are_not_finite_are_refused(number: float, models_dir: Path
     finish(span.backward(0, 0, 1e30 * good_RLD))  # its square overflows no double
     with pytest.raises(ProtocolError, match="the gradients of step 0 are not finite"):
         span.apply(0, micro_batches=1, learning_rate=1.0, scale=number)
+    with pytest.raises(ProtocolError, match="the gradients of step 0 are not finite"):
+        span.apply(0, micro_batches=1, learning_rate=number, scale=1.0)
     assert span.applied == 0
 
 
@@ -261,7 +263,17 @@ def test_states_of_other_spans_are_refused(models_dir: Path) -> None:
     first, second, _ = Session(save_tiny_model("llama", models_dir)).spans
     own, before = first.export(), first.export()
     name = next(iter(own))
+    owner = name.removeprefix("adapter.")
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    count, mean, square = (f"optimizer.{key}.{owner}" for key in keys)
+    whole = own | {count: torch.tensor(1.0), mean: own[name], square: own[name].square()}
     for wrong, said in (
+        (own | {mean: own[name]}, "lacks optimizer.step"),
+        (own | {f"optimizer.other.{owner}": own[name]}, "another span or adapter: optimizer.other"),
+        (whole | {mean: torch.tensor(1.0)}, "has shape"),
+        (whole | {count: torch.tensor(-1.0)}, "is negative"),
+        (whole | {square: -own[name].square() - 1}, "is negative"),
+        (whole | {name: own[name].half()}, "a state is in float32"),
         (second.export(), "lacks adapter.base_model.model.model.layers.0"),
         (own | second.export(), "another span or adapter: adapter.*layers.2"),
         (own | {name: own[name][:1, :2]}, "has shape"),
@@ -270,6 +282,7 @@ def test_states_of_other_spans_are_refused(models_dir: Path) -> None:
     ):
         with pytest.raises(ProtocolError, match=said):
             first.restore(1, wrong)
+    first.state_shapes.check(whole)
     assert first.applied == 0
     assert all(torch.equal(value, before[name]) for name, value in first.export().items())
 
