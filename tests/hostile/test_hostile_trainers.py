@@ -131,9 +131,13 @@ def _relay_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReputationView, "blames", lambda *_: {})
 
 
+def _name(misdeed: Misdeed) -> str:
+    return misdeed.name.replace(" ", "_")
+
+
 def _cases() -> list[Any]:
     return [
-        pytest.param(each, id=each.name, marks=() if each.name in FAST else pytest.mark.slow)
+        pytest.param(each, id=_name(each), marks=() if each.name in FAST else pytest.mark.slow)
         for each in MISDEEDS
     ]
 
@@ -177,9 +181,7 @@ def test_pong_between_the_tensors_of_a_state_is_no_misdeed(scene: Scene, tmp_pat
 ALONE = ("NaN output", "silence", "computes nothing", "opens with garbage")
 
 
-@pytest.mark.parametrize(
-    "misdeed", [each for each in MISDEEDS if each.name in ALONE], ids=lambda each: each.name
-)
+@pytest.mark.parametrize("misdeed", [each for each in MISDEEDS if each.name in ALONE], ids=_name)
 def test_without_an_honest_node_the_error_names_the_culprit(
     misdeed: Misdeed, scene: Scene, tmp_path: Path
 ) -> None:
