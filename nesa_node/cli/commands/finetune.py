@@ -88,6 +88,7 @@ class AdapterFlags:
     target_modules: Annotated[
         str,
         Parameter(
+            metavar="NAMES",
             group=ADAPTER,
             help="Linear layers with adapters: names with commas, all-linear, or PEFT's choice "
             "for the model (default).",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nesa_node.core.ids import ModelId, PeerId
-from nesa_node.engine.cache.pages import PAGE_TOKENS, PageTable
+from nesa_node.engine.cache.pages import PAGE_TOKENS
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, TokenSlice
 from nesa_node.server.scheduler import batch, scheduler
 from nesa_node.server.scheduler import session_queue as work
@@ -249,10 +249,10 @@ async def test_a_failing_step_ends_its_own_session_only(
 async def test_a_session_that_cannot_take_part_ends_alone(
     blocks: ModelBlocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def take(queue: Sequence[QueuedStep], tables: Sequence[PageTable], tokens: int) -> SessionBatch:
+    def take(queue: Sequence[QueuedStep], *args: Any) -> SessionBatch:
         if bool((queue[0].hidden.tensor_TD == 7).all()):
             raise RuntimeError("no place for it")
-        return batch.take_tokens(queue, tables, tokens)
+        return batch.take_tokens(queue, *args)
 
     monkeypatch.setattr(work, "take_tokens", take)
     async with open_node(blocks) as node:
