@@ -13,11 +13,14 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
 
 from nesa_node.compression.codecs import codec_names
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError, SwarmError
@@ -57,6 +60,7 @@ from nesa_node.swarm.protocol.stream import MessageBudget
 from nesa_node.swarm.reputation import FailureReporter
 
 log = get_logger(__name__)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,3 +266,27 @@ def model_samples(
         yield MetricSample(KNOWN_NODES, (model_id, state), states[state])
     for block, count in enumerate(holders[:MAX_REPORTED_BLOCKS]):
         yield MetricSample(BLOCK_REPLICAS, (model_id, str(block)), count)
+
+
+def run_in_swarm(
+    work: Callable[[Swarm], Coroutine[Any, Any, _Result]],
+    *,
+    initial_peers: Sequence[str],
+    swarm_key: str | None = None,
+) -> _Result:
+    """Join the swarm under an identity of its own, run `work`, and leave. Blocks the thread.
+
+    Raises what `open_swarm` and `work` raise.
+    """
+
+    async def run() -> _Result:
+        with tempfile.TemporaryDirectory(prefix="nesa-request-") as folder:
+            async with open_swarm(
+                Identity.ephemeral(Path(folder)),
+                initial_peers=initial_peers,
+                swarm_key=swarm_key,
+                listen=False,
+            ) as swarm:
+                return await work(swarm)
+
+    return asyncio.run(run())

@@ -29,8 +29,9 @@ from nesa_node.client.training.checkpoint_file import (
     save_checkpoint,
 )
 from nesa_node.client.training.examples import IGNORED
+from nesa_node.client.training.recorded_steps import RecordedPass
 from nesa_node.client.training.trainable_model import RemoteOptimizer, TrainableModel
-from nesa_node.client.training.training_chain import RecordedPass, TrainingChain
+from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_span import SpanState
 from nesa_node.core.errors import ConfigError

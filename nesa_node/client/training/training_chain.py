@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from nesa_node.client.routing.node_selection import NodeSelector
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.training.recorded_steps import RecordedPass, RecordedStep
 from nesa_node.client.training.training_link import TrainingLimits, TrainingLink, dial_training
 from nesa_node.client.training.training_span import (
     LocalTrainingSpan,
@@ -65,45 +66,6 @@ TEMPORARY_CODES = frozenset(
     {"draining", "idle_timeout", "not_computed", "stale_step", "wrong_blocks", "closed"}
 )
 """Codes after which a node may be used again later. A node with another one is left out."""
-
-
-@dataclass(slots=True)
-class RecordedPass:
-    """A micro-batch that has gone forward, and backward if `grad_TD` is there."""
-
-    layout: TextLayout
-    seed: int
-    hidden_TD: Tensor
-    grad_TD: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.hidden_TD.nbytes + (0 if self.grad_TD is None else self.grad_TD.nbytes)
-
-
-@dataclass(slots=True)
-class RecordedStep:
-    """A step's passes, and how it was applied."""
-
-    number: int
-    passes: list[RecordedPass] = field(default_factory=list)
-    num_forwards: int = 0
-    """Micro-batches that went forward, those included that have no part in the step."""
-    learning_rate: float = 0.0
-    max_norm: float | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.passes)
-
-    @property
-    def num_backwards(self) -> int:
-        """Passes that have gone backward: the first ones."""
-        return sum(each.grad_TD is not None for each in self.passes)
-
-    def drop_pending(self) -> None:
-        """Forget the passes that did not go backward."""
-        del self.passes[self.num_backwards :]
 
 
 class TrainingChain:

@@ -45,7 +45,7 @@ from nesa_node.swarm.dht.adapter_notices import (
     ListedAdapter,
 )
 from nesa_node.swarm.dht.records import NodeRecord, filter_by_model
-from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.node import Swarm, run_in_swarm
 from nesa_node.swarm.p2p.identity import Identity
 
 UPLOAD_COPIES = 4
@@ -367,14 +367,7 @@ def _use_swarm(
     """Join through `initial_peers`, and run `work` there."""
     identity = Identity.load_or_create(identity_path or default_identity_path())
 
-    async def run() -> _Result:
-        with tempfile.TemporaryDirectory(prefix="nesa-adapters-") as folder:
-            async with open_swarm(
-                Identity.ephemeral(Path(folder)),
-                initial_peers=initial_peers,
-                swarm_key=swarm_key,
-                listen=False,
-            ) as swarm:
-                return await work(await AdapterClient.open(swarm, model, identity))
+    async def run(swarm: Swarm) -> _Result:
+        return await work(await AdapterClient.open(swarm, model, identity))
 
-    return asyncio.run(run())
+    return run_in_swarm(run, initial_peers=initial_peers, swarm_key=swarm_key)

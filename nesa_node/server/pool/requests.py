@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from nesa_node.swarm.dht.pool_notices import (
     SwarmStatus,
     WantedSwarm,
 )
-from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.node import Swarm, run_in_swarm
 from nesa_node.swarm.notice_store import NoticeStore
 from nesa_node.swarm.p2p.identity import Identity
 
@@ -329,14 +328,7 @@ def _use_pool(
     """Join through `initial_peers`, and run `work` there."""
     identity = Identity.load_or_create(identity_path or default_identity_path())
 
-    async def run() -> _Result:
-        with tempfile.TemporaryDirectory(prefix="nesa-request-") as folder:
-            async with open_swarm(
-                Identity.ephemeral(Path(folder)),
-                initial_peers=initial_peers,
-                swarm_key=swarm_key,
-                listen=False,
-            ) as swarm:
-                return await work(PoolClient(swarm.notices, identity))
+    async def run(swarm: Swarm) -> _Result:
+        return await work(PoolClient(swarm.notices, identity))
 
-    return asyncio.run(run())
+    return run_in_swarm(run, initial_peers=initial_peers, swarm_key=swarm_key)
