@@ -189,8 +189,9 @@ def test_gradients_of_bottleneck_adapters(
     expected = compute_by_hooks(folder, spans, ids_RL, "bottleneck", change_output=adapt_output)
     assert loss == pytest.approx(expected.pop("loss"), rel=1e-5)
     assert set(expected) == set(found)
-    # Norms of outputs that differ in size by orders of magnitude lose a digit.
-    limit = 1e-4 if norm == "printed" else 1e-5
+    # Norms of outputs that differ in size by orders of magnitude: the reference itself is 1.6e-4
+    # from its own gradients in float64 (BLOOM).
+    limit = 5e-4 if norm == "printed" else 1e-5
     for name, value in expected.items():
         assert distance(found[name], value) < limit, name
 
