@@ -24,6 +24,7 @@ from nesa_node.compression.float_codecs import Cast, Lossless
 from nesa_node.compression.integer_codecs import Blockwise8, Int4, Int8
 from nesa_node.core.errors import ConfigError, ProtocolError, is_installed
 
+UNCOMPRESSED = "none"
 MAX_CODEC_CHARS = 32
 _CODEC_PATTERN = re.compile(
     r"([a-z][a-z0-9]*)(?:@([1-9][0-9]{0,3}))?((?::(?:0|[1-9][0-9]{0,4})){0,4})"

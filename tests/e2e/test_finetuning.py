@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.training.adapter_folder import WEIGHTS_NAME
-from nesa_node.client.training.batches import MicroBatchData
+from nesa_node.client.training.data.batches import MicroBatchData
 from nesa_node.client.training.finetuning_session import FinetuningOptions
 from nesa_node.core.errors import ConfigError, RefusedError
 from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig

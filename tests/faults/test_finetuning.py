@@ -23,6 +23,7 @@ from torch import Tensor
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.training.adapter_folder import WEIGHTS_NAME
 from nesa_node.client.training.finetuning_session import FinetuningOptions, FinetuningSession
+from tests.engine.chained import distance
 from tests.engine.tiny_models import BLOCKS
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS
 from tests.swarms import Daemons, daemons, thirds
@@ -44,10 +45,10 @@ def make_batch(step: int) -> dict[str, Tensor]:
 
 @contextmanager
 def open_session(
-    folder: Path, addresses: tuple[str, ...], checkpoint: Path | None
+    folder: Path, addresses: tuple[str, ...], checkpoint: Path | None, **more: Any
 ) -> Iterator[FinetuningSession]:
     options = FinetuningOptions(
-        learning_rate=1e-3, max_tokens=32, checkpoint_every=7, checkpoint_path=checkpoint
+        learning_rate=1e-3, max_tokens=32, checkpoint_every=7, checkpoint_path=checkpoint, **more
     )
     with (
         AutoDistributedModelForCausalLM.from_pretrained(
@@ -107,6 +108,29 @@ def test_a_killed_node_is_replaced_and_changes_no_bit(folder: Path, tmp_path: Pa
 def kill_one(nodes: Daemons, session: FinetuningSession, *, hop: int) -> None:
     victim = session.hops[hop].peer_id
     nodes.kill(next(node for node in nodes.nodes if node.peer_id == victim))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_replica_is_lost_and_another_one_joins(stage: int, folder: Path, tmp_path: Path) -> None:
+    with daemons(folder, tmp_path) as nodes:
+        nodes.start_all([*SPANS, *SPANS])
+        train(folder, nodes.addresses, tmp_path / "plain", steps=20, checkpoint=None)
+        with open_session(folder, nodes.addresses, None, replicas=2, zero_stage=stage) as session:
+            ledger, sizes = [], []
+            while session.applied < 20:
+                if session.applied == 4:
+                    lost = session.hops[3].span
+                    kill_one(nodes, session, hop=3)
+                elif session.applied == 9:
+                    nodes.start(lost)
+                ledger.append(session.step(make_batch(session.applied)).step)
+                sizes.append(len(session.hops))
+            session.save_pretrained(tmp_path / "disturbed")
+    assert ledger == list(range(1, 21))
+    assert (sizes[0], sizes[5], sizes[-1]) == (6, 5, 6)
+    theirs = load_file(tmp_path / "plain" / WEIGHTS_NAME)
+    for name, value in load_file(tmp_path / "disturbed" / WEIGHTS_NAME).items():
+        assert distance(value, theirs[name]) < 1e-5, name
 
 
 def test_a_killed_client_continues_from_its_checkpoint(folder: Path, tmp_path: Path) -> None:

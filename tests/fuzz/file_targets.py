@@ -213,8 +213,8 @@ def _snapshot_seeds() -> list[bytes]:
 @contextmanager
 def _training_data() -> Iterator[Parse]:
     """The first bytes choose the kind of file."""
-    from nesa_node.client.training.records import read_examples
-    from tests.client.training.chat_tokenizers import WITH_TOOLS, make_tokenizer
+    from nesa_node.client.training.data.records import read_examples
+    from tests.client.training.data.chat_tokenizers import WITH_TOOLS, make_tokenizer
 
     tokenizer = make_tokenizer(WITH_TOOLS)
     with in_memory_folder() as folder:

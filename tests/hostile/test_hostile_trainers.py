@@ -152,8 +152,8 @@ def test_session_goes_on_without_the_culprit(
     with _session(scene.model, scene.addresses) as session:
         found = _train(session, tmp_path / "adapter")
         culprit = relay.swarm.identity.peer_id
-        refusals = session.chain._selector._refusals
-        suspects = session.chain._selector.suspected_peers
+        selector = session.chain._nodes._selector
+        refusals, suspects = selector._refusals, selector.suspected_peers
         assert [hop.peer_id for hop in session.hops] == scene.peers
     assert relay.misdeeds, "the hostile node was never asked"
     if misdeed.code == "lost":

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-    from nesa_node.client.training.batches import BatchOrder, MicroBatchData
-    from nesa_node.client.training.examples import TrainingExample
+    from nesa_node.client.training.data.batches import BatchOrder, MicroBatchData
+    from nesa_node.client.training.data.examples import TrainingExample
     from nesa_node.client.training.finetuning import StepReport, TrainingPlan, TrainingSummary
     from nesa_node.core.settings.models import ClientConfig
     from nesa_node.engine.training.training_spec import AdapterConfig
@@ -169,6 +169,21 @@ class TrainingFlags:
             help="Stop after as many validations without a lower loss; 0: never.",
         ),
     ] = 0
+    num_replicas: Annotated[
+        int,
+        Parameter(
+            name="--replicas",
+            group=TRAINING,
+            help="Nodes that train each block, on different micro-batches, if there are as many.",
+        ),
+    ] = 1
+    zero_stage: Annotated[
+        Literal[0, 1, 2],
+        Parameter(
+            group=TRAINING,
+            help="What replicas divide to save memory: 1 the optimizer's state, 2 gradients too.",
+        ),
+    ] = 0
     checkpoint_every: Annotated[
         int,
         Parameter(
@@ -238,7 +253,7 @@ def finetune(
     config = resolve_initial_peers(config, config.model)
     distributed, tokenizer = open_client_model(config)
     with exit_on_interrupt():
-        from nesa_node.client.training.records import read_examples
+        from nesa_node.client.training.data.records import read_examples
     with distributed:
         chosen = replace(chosen, max_length=_choose_length(chosen, distributed.context_length))
         assert chosen.max_length is not None
@@ -299,7 +314,7 @@ class _Run:
         validation: tuple[TrainingExample, ...] | None,
     ) -> TrainingSummary:
         """Train, and write the adapter. Raises `ConfigError`, and what the session raises."""
-        from nesa_node.client.training.batches import split_validation
+        from nesa_node.client.training.data.batches import split_validation
         from nesa_node.client.training.finetuning import (
             CHECKPOINT_NAME,
             LOG_NAME,
@@ -325,6 +340,8 @@ class _Run:
             max_grad_norm=training.max_grad_norm or None,
             max_tokens=self._max_tokens,
             checkpoint_every=training.checkpoint_every,
+            replicas=training.num_replicas,
+            zero_stage=training.zero_stage,
             checkpoint_path=self._output / CHECKPOINT_NAME,
             data_digest=digest_examples(
                 examples, data.packing, data.rows, self._max_length, data.micro_batches, plan
@@ -350,7 +367,7 @@ class _Run:
         return self._max_length * (1 if self._data.packing else self._data.rows)
 
     def _order(self, examples: tuple[TrainingExample, ...], micro_batches: int) -> BatchOrder:
-        from nesa_node.client.training.batches import BatchOrder, PackedLayout, PaddedLayout
+        from nesa_node.client.training.data.batches import BatchOrder, PackedLayout, PaddedLayout
 
         data = self._data
         layout = PackedLayout(self._max_length) if data.packing else PaddedLayout(data.rows)

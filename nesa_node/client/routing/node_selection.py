@@ -167,6 +167,32 @@ class NodeSelector:
             self._planner.record_decision(session, reason, view, plan)
         return plan.hops, addresses
 
+    async def plan_replicas(
+        self, hop: Hop, count: int, used: frozenset[PeerId]
+    ) -> tuple[list[Hop], Mapping[PeerId, tuple[str, ...]]]:
+        """Choose up to `count` further nodes for the blocks of `hop`, the best first.
+
+        Not those of `used`, and none that failed or refused. Also return all nodes' addresses.
+        """
+        view = await self._fetch_view(may_ping=False)
+        view = replace(view, request=replace(view.request, span=hop.span))
+        snapshot = view.snapshot
+        unfit = {node.peer_id for node in snapshot.nodes if not node.span.covers(hop.span)}
+        exclude = self._unusable_peers(snapshot, used) | self.suspected_peers | unfit
+        found: list[Hop] = []
+        while len(found) < count:
+            planning = partial(
+                self._planner.plan_chain, view, (), exclude=exclude, min_free_tokens=0
+            )
+            try:
+                plan = await _run_planning(snapshot, planning)
+            except MissingBlocksError:
+                break
+            peer = plan.hops[0].peer_id
+            found.append(replace(hop, peer_id=peer))
+            exclude |= {peer}
+        return found, {node.peer_id: node.addresses for node in snapshot.nodes}
+
     async def fetch_from_one_member(self) -> Snapshot:
         return await self._planner.snapshots.fetch_from_one_member(self._request)
 

@@ -18,7 +18,7 @@ from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.routing.snapshot_cache import SnapshotCache
 from nesa_node.compression import tensors
 from nesa_node.compression.codec_cost import CodecLinkCost, fastest_seconds
-from nesa_node.compression.codecs import candidate_codecs, codec_names
+from nesa_node.compression.codecs import UNCOMPRESSED, candidate_codecs, codec_names
 from nesa_node.core.decision_log import DecisionLog, LoggedDecision
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId, PeerId, Span
@@ -50,7 +50,7 @@ from nesa_node.routing.tuner import Tuning, parse_published
 from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.tasks import TaskSet
-from nesa_node.swarm.protocol.link_encoder import UNCOMPRESSED, link_cost
+from nesa_node.swarm.protocol.link_encoder import link_cost
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.snapshot import NodeState, Snapshot
 

@@ -20,8 +20,10 @@ from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
 from nesa_node.client.session.base import SessionPrefix
 from nesa_node.client.session.session import RemoteSession
 from nesa_node.client.session.telemetry import SessionMetrics, session_samples
+from nesa_node.client.training.replica_group import ReplicaOptions
 from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
+from nesa_node.client.training.training_nodes import TrainingNodes
 from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.decision_log import DecisionLog
@@ -190,6 +192,7 @@ class RemoteConnection:
         shapes: Mapping[str, tuple[int, ...]],
         limits: TrainingLimits,
         state: SpanState | None = None,
+        replicas: ReplicaOptions,
         local: Sequence[LocalTrainingSpan] = (),
     ) -> AsyncIterator[TrainingChain]:
         """Open a chain of nodes that train adapters of `span`, and of `local` spans beside it.
@@ -201,7 +204,8 @@ class RemoteConnection:
             span=span,
             options=replace(self._request.options, routing="star", replicate_cache=False),
         )
-        chain = TrainingChain(self.swarm, request, self._planner, spec, shapes, limits, local)
+        nodes = TrainingNodes(self.swarm, request, self._planner, spec, shapes, limits, replicas)
+        chain = TrainingChain(request, nodes, limits, local)
         try:
             await chain.open(state)
             yield chain

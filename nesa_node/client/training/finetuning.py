@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from nesa_node.client.training.batches import BatchOrder, MicroBatchData
 from nesa_node.client.training.checkpoint_file import write_atomically
-from nesa_node.client.training.examples import TrainingExample
+from nesa_node.client.training.data.batches import BatchOrder, MicroBatchData
+from nesa_node.client.training.data.examples import TrainingExample
 from nesa_node.client.training.finetuning_session import FinetuningSession, StepResult
 from nesa_node.core.errors import ConfigError
 

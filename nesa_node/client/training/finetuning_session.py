@@ -22,14 +22,15 @@ from transformers import GenerationConfig, PretrainedConfig
 from nesa_node.client.model.head import EmbeddingAndHead
 from nesa_node.client.model.loop_thread import HeldContext, LoopThread
 from nesa_node.client.training.adapter_folder import save_adapter
-from nesa_node.client.training.batches import MicroBatchData, row_lengths, split_rows
 from nesa_node.client.training.checkpoint_file import (
     CheckpointLabel,
     load_checkpoint,
     save_checkpoint,
 )
-from nesa_node.client.training.examples import IGNORED
+from nesa_node.client.training.data.batches import MicroBatchData, row_lengths, split_rows
+from nesa_node.client.training.data.examples import IGNORED
 from nesa_node.client.training.recorded_steps import RecordedPass
+from nesa_node.client.training.replica_group import ReplicaOptions, ZeroStage
 from nesa_node.client.training.trainable_model import RemoteOptimizer, TrainableModel
 from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
@@ -55,7 +56,7 @@ class OpenChain(Protocol):
     """Opens the spans that a session trains through."""
 
     def __call__(
-        self, limits: TrainingLimits, state: SpanState | None
+        self, limits: TrainingLimits, replicas: ReplicaOptions, state: SpanState | None
     ) -> AbstractAsyncContextManager[TrainingChain]: ...
 
 
@@ -75,6 +76,10 @@ class FinetuningOptions:
     """Steps between two checkpoints, to which the session returns when a node is lost."""
     checkpoint_path: Path | None = None
     """File of the checkpoints, from which a later session continues; None: in memory only."""
+    replicas: int = 1
+    """Nodes that train each span, on different micro-batches, where the swarm has as many."""
+    zero_stage: ZeroStage = 0
+    """What replicas divide: 1 optimizer state, 2 also gradients (`ReplicaOptions`)."""
     data_digest: str = ""
     """Digest of the order of micro-batches, where a session continues with the same."""
 
@@ -88,6 +93,11 @@ class FinetuningOptions:
             raise ConfigError("max_tokens and checkpoint_every must be at least 1")
         if self.max_kept_tokens is not None and self.max_kept_tokens < self.max_tokens:
             raise ConfigError("max_kept_tokens must be at least max_tokens")
+        self.replica_options  # noqa: B018  # checks its values
+
+    @property
+    def replica_options(self) -> ReplicaOptions:
+        return ReplicaOptions(replicas=self.replicas, zero_stage=self.zero_stage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +153,9 @@ class FinetuningSession:
             max_tokens=options.max_tokens,
             max_kept_tokens=options.max_kept_tokens or 8 * options.max_tokens,
         )
-        self._held: HeldContext[TrainingChain] = loop.hold(open_chain(limits, state))
+        self._held: HeldContext[TrainingChain] = loop.hold(
+            open_chain(limits, options.replica_options, state)
+        )
         self.chain = self._held.value
         self.model = TrainableModel(
             self, ends, model_config, generation_config, max_tokens=options.max_tokens

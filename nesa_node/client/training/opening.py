@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from nesa_node.client.model.layers import LocalConnection
 from nesa_node.client.session.base import SwarmConnection
 from nesa_node.client.session.connection import RemoteConnection
+from nesa_node.client.training.replica_group import ReplicaOptions
 from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
@@ -66,7 +67,7 @@ class TrainingOpener:
 
     @asynccontextmanager
     async def open(
-        self, limits: TrainingLimits, state: SpanState | None
+        self, limits: TrainingLimits, replicas: ReplicaOptions, state: SpanState | None
     ) -> AsyncIterator[TrainingChain]:
         """Open a session at each node; with `state` training continues from there."""
         local = await asyncio.to_thread(self._make_local)
@@ -74,7 +75,13 @@ class TrainingOpener:
             find_adapter_shapes, self._checkpoint, self.spec.make_config(), self._remote
         )
         opening = self._connection.open_training(
-            self._remote, spec=self.spec, shapes=shapes, limits=limits, state=state, local=local
+            self._remote,
+            spec=self.spec,
+            shapes=shapes,
+            limits=limits,
+            replicas=replicas,
+            state=state,
+            local=local,
         )
         async with opening as chain:
             yield chain

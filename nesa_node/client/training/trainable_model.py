@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from nesa_node.client.model.generation_options import refuse_forward_arguments
 from nesa_node.client.model.head import EmbeddingAndHead
-from nesa_node.client.training.batches import row_lengths, split_rows
+from nesa_node.client.training.data.batches import row_lengths, split_rows
 from nesa_node.client.training.recorded_steps import RecordedPass
 from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
 from nesa_node.engine.training.text_layout import TextLayout, plain_layout

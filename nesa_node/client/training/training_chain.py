@@ -12,45 +12,40 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
 
-from nesa_node.client.routing.node_selection import NodeSelector
-from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.training.recorded_steps import RecordedPass, RecordedStep
-from nesa_node.client.training.training_link import TrainingLimits, TrainingLink, dial_training
+from nesa_node.client.training.training_link import TrainingLimits
+from nesa_node.client.training.training_nodes import TrainingNodes, select_blocks
 from nesa_node.client.training.training_span import (
     LocalTrainingSpan,
     MicroBatchPass,
     SpanState,
     TrainingSpan,
+    gather_all,
 )
 from nesa_node.core.errors import (
     BusyError,
     ConfigError,
     MissingBlocksError,
     PeerUnreachableError,
-    ProtocolError,
     RemoteError,
     StreamClosedError,
 )
-from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.training.span_trainer import compute_clip_scale
 from nesa_node.engine.training.text_layout import TextLayout
-from nesa_node.engine.training.training_spec import TrainingSpec
-from nesa_node.engine.training.training_state import StateShapes
 from nesa_node.routing.chains import Hop
-from nesa_node.swarm.node import Swarm
 
 log = get_logger(__name__)
 T = TypeVar("T")
-V = TypeVar("V")
 
 Loss = Callable[[int, Tensor], Awaitable[Tensor]]
 """Computes the gradient [T, D] of a micro-batch's output [T, D], by its number."""
@@ -59,13 +54,6 @@ RETRY_PAUSE_S = 0.5
 MAX_ATTEMPTS = 20
 """Of one call, each after the chain was completed again."""
 RETRYABLE = (PeerUnreachableError, StreamClosedError, RemoteError, BusyError, MissingBlocksError)
-MAX_LOSSES = 3
-LOSSES_WITHIN_S = 600.0
-"""A node that was lost `MAX_LOSSES` times in this time is left out."""
-TEMPORARY_CODES = frozenset(
-    {"draining", "idle_timeout", "not_computed", "stale_step", "wrong_blocks", "closed"}
-)
-"""Codes after which a node may be used again later. A node with another one is left out."""
 
 
 class TrainingChain:
@@ -77,38 +65,25 @@ class TrainingChain:
 
     def __init__(
         self,
-        swarm: Swarm,
         request: RouteRequest,
-        planner: ChainPlanner,
-        spec: TrainingSpec,
-        shapes: Mapping[str, tuple[int, ...]],
+        nodes: TrainingNodes,
         limits: TrainingLimits,
         local: Sequence[LocalTrainingSpan] = (),
     ) -> None:
-        """`request.span` are the blocks in the swarm; `local` spans are before and after it.
-
-        `shapes` are those of the adapters' parameters in the swarm: nodes have to send such.
-        """
+        """`request.span` are the blocks in the swarm; `local` spans are before and after it."""
         self.applied = 0
-        self.recoveries = 0
-        self.seconds_by_peer: dict[PeerId, float] = {}
-        """Time between messages to a node and its answers, in sum."""
-        self._swarm = swarm
         self._request = request
-        self._planner = planner
-        self._spec = spec
-        self._shapes = dict(shapes)
-        self._losses: dict[PeerId, list[float]] = {}
-        """When each node was lost, for the last times."""
         self._limits = limits
         self._local = tuple(local)
-        self._selector = NodeSelector(swarm, request, planner)
-        self._links: list[TrainingLink] = []
-        self._runs: dict[TrainingLink, asyncio.Task[None]] = {}
+        self._nodes = nodes
         self._checkpoint: dict[str, Tensor] | None = None
         self._checkpoint_applied = 0
         self._needs_restore = False
-        self._is_open = False
+        """Whether nodes have to be given the checkpoint."""
+        self._is_interrupted = False
+        """Whether the step under way has to begin again."""
+        self._wants_nodes = False
+        """Whether to look for replicas that are lacking."""
         self._history: list[RecordedStep] = []
         """Steps since the checkpoint."""
         self._current = RecordedStep(0)
@@ -118,7 +93,17 @@ class TrainingChain:
 
     @property
     def hops(self) -> tuple[Hop, ...]:
-        return tuple(link.hop for link in self._links)
+        return self._nodes.hops
+
+    @property
+    def recoveries(self) -> int:
+        """Losses of nodes that the session survived."""
+        return self._nodes.num_lost
+
+    @property
+    def seconds_by_peer(self) -> Mapping[PeerId, float]:
+        """Time between messages to a node and its answers, in sum."""
+        return self._nodes.seconds_by_peer
 
     @property
     def recorded_bytes(self) -> int:
@@ -152,8 +137,7 @@ class TrainingChain:
 
     async def close(self) -> None:
         """Leave all nodes."""
-        await asyncio.gather(*(self._close_link(link) for link in list(self._links)))
-        self._links.clear()
+        await self._nodes.close()
         for span in self._local:
             await span.close()
 
@@ -206,18 +190,18 @@ class TrainingChain:
             self._current.passes.clear()
             await self._begin()
             self._current.passes += [RecordedPass(*batch) for batch in batches]
-            room = asyncio.Semaphore(self._bound_in_flight([layout for layout, _, _ in batches]))
-            turns, losses = self._new_turns(0), _Turns(0)
+            rooms = self._new_rooms([layout for layout, _, _ in batches])
+            turns, losses = self._new_turns(0), _Turns(0, len(rooms))
 
             async def run_one(number: int, recorded: RecordedPass) -> Tensor:
-                async with room:
+                async with rooms[number % len(rooms)]:
                     output_TD = await self._forward(number, recorded)
                     async with losses.turn(number):
                         grad_TD = await loss(number, output_TD)
                     return await self._backward(number, grad_TD, turns)
 
             try:
-                return await _gather(
+                return await gather_all(
                     [run_one(number, each) for number, each in enumerate(self._current.passes)]
                 )
             except BaseException:
@@ -226,10 +210,14 @@ class TrainingChain:
 
         return await self._attempt(run)
 
-    def _bound_in_flight(self, layouts: Sequence[TextLayout]) -> int:
-        """How many micro-batches nodes have room for at once, of those that keep a span busy."""
+    def _new_rooms(self, layouts: Sequence[TextLayout]) -> list[asyncio.Semaphore]:
+        """For each lane, how many micro-batches nodes have room for of those that keep them busy.
+
+        Micro-batch n takes lane n modulo their number.
+        """
         largest = max((layout.padded_tokens for layout in layouts), default=1)
-        return min(len(self._spans()) + 1, max(self._free_tokens // largest, 1))
+        bound = min(len(self._spans()) + 1, max(self._free_tokens // largest, 1))
+        return [asyncio.Semaphore(bound) for _ in range(self._nodes.lanes)]
 
     @property
     def _free_tokens(self) -> int:
@@ -265,24 +253,25 @@ class TrainingChain:
         Not between a step's first micro-batch and its end.
         """
         states = await self._attempt(
-            lambda: _gather([span.export(self.applied) for span in self._spans()])
+            lambda: gather_all([span.export(self.applied) for span in self._spans()])
         )
         found: dict[str, Tensor] = {}
         for state in states:
             found |= state.tensors
         self._checkpoint, self._checkpoint_applied = found, self.applied
         self._history.clear()
+        self._wants_nodes = self._nodes.lacks_replicas
         return SpanState(self.applied, found)
 
     def _spans(self) -> list[TrainingSpan]:
-        return sorted((*self._local, *self._links), key=lambda each: each.span.start)
+        return sorted((*self._local, *self._nodes.groups), key=lambda each: each.span.start)
 
     def _new_turns(self, first: int) -> list[_Turns]:
         """For each span, the order in which it gets the gradients of micro-batches."""
-        return [_Turns(first) for _ in self._spans()]
+        return [_Turns(first, self._nodes.lanes) for _ in self._spans()]
 
     async def _begin(self) -> None:
-        await _gather([span.begin(self._current.number) for span in self._spans()])
+        await gather_all([span.begin(self._current.number) for span in self._spans()])
         self._has_begun = True
         self._kept_tokens.clear()
 
@@ -299,7 +288,7 @@ class TrainingChain:
         first = len(self._current.passes)
         self._current.passes += passes
         try:
-            return await _gather(
+            return await gather_all(
                 [self._forward(first + at, each) for at, each in enumerate(passes)]
             )
         except BaseException:
@@ -318,7 +307,7 @@ class TrainingChain:
             await self._forward_all(passes)
         turns = self._new_turns(first)
         try:
-            return await _gather(
+            return await gather_all(
                 [self._backward(first + at, grad_TD, turns) for at, grad_TD in enumerate(grads)]
             )
         except BaseException:
@@ -329,22 +318,22 @@ class TrainingChain:
     async def _evaluate(self, batches: Sequence[tuple[TextLayout, int, Tensor]]) -> list[Tensor]:
         async def run(number: int, layout: TextLayout, seed: int, hidden_TD: Tensor) -> Tensor:
             one = MicroBatchPass(self._current.number, number, layout, seed)
-            async with room:
+            async with rooms[number % len(rooms)]:
                 for span in self._spans():
-                    hidden_TD = await self._timed(span, span.forward(one, hidden_TD, keep=False))
+                    hidden_TD = await span.forward(one, hidden_TD, keep=False)
             return hidden_TD
 
         layouts = [layout for layout, _, _ in batches]
         await self._make_room(max(layout.padded_tokens for layout in layouts))
-        room = asyncio.Semaphore(self._bound_in_flight(layouts))
-        return await _gather([run(number, *batch) for number, batch in enumerate(batches)])
+        rooms = self._new_rooms(layouts)
+        return await gather_all([run(number, *batch) for number, batch in enumerate(batches)])
 
     async def _forward(self, number: int, recorded: RecordedPass) -> Tensor:
         batch = MicroBatchPass(self._current.number, number, recorded.layout, recorded.seed)
         hidden_TD = recorded.hidden_TD
         self._kept_tokens[number] = recorded.layout.padded_tokens
         for span in self._spans():
-            hidden_TD = await self._timed(span, span.forward(batch, hidden_TD))
+            hidden_TD = await span.forward(batch, hidden_TD)
         return hidden_TD
 
     async def _backward(self, number: int, grad_TD: Tensor, turns: Sequence[_Turns]) -> Tensor:
@@ -352,24 +341,15 @@ class TrainingChain:
         batch = MicroBatchPass(self._current.number, number, recorded.layout, recorded.seed)
         recorded.grad_TD = grad_TD
         for span, order in zip(reversed(self._spans()), turns, strict=True):
-            work = span.backward(batch, grad_TD, order.turn(number))
-            grad_TD = await self._timed(span, work)
+            grad_TD = await span.backward(batch, grad_TD, order.turn(number))
         del self._kept_tokens[number]
         return grad_TD
 
-    async def _timed(self, span: TrainingSpan, work: Awaitable[T]) -> T:
-        started = time.perf_counter()
-        result = await work
-        if isinstance(span, TrainingLink):
-            spent = time.perf_counter() - started
-            self.seconds_by_peer[span.peer] = self.seconds_by_peer.get(span.peer, 0.0) + spent
-        return result
-
     async def _apply(self, step: RecordedStep) -> float:
         spans, count = self._spans(), len(step.passes)
-        norms = await _gather([span.squared_norm(step.number) for span in spans])
+        norms = await gather_all([span.squared_norm(step.number, count) for span in spans])
         scale = compute_clip_scale(norms, step.max_norm)
-        await _gather(
+        await gather_all(
             [
                 span.apply(
                     step.number,
@@ -399,85 +379,31 @@ class TrainingChain:
                 if now >= deadline or attempts >= MAX_ATTEMPTS:
                     raise
                 log.warning("training_interrupted", step=self.applied, reason=str(error))
-                self._needs_restore = True
+                self._is_interrupted = True
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _complete_chain(self) -> None:
         """Replace lost nodes, and bring all spans to the state of the step under way."""
-        lost = [link for link in self._links if link.failure is not None]
-        for link in lost:
-            self._record_failure(link)
-            await self._close_link(link)
-            self._links.remove(link)
-        if self._is_open and not lost and not self._needs_restore:
+        changed = await self._nodes.complete(grow=self._wants_nodes)
+        self._wants_nodes = False
+        if not changed and not self._is_interrupted:
             return
-        self.recoveries += int(self._is_open)
-        await self._open_missing(frozenset(link.peer for link in lost))
-        if self._checkpoint is not None:
-            await self._restore()
-        self._is_open, self._needs_restore = True, False
-
-    def _record_failure(self, link: TrainingLink) -> None:
-        error, now = link.failure, time.monotonic()
-        losses = [at for at in self._losses.get(link.peer, []) if now - at < LOSSES_WITHIN_S]
-        if not link.is_leaving:
-            self._losses[link.peer] = losses = [*losses, now]
-        if len(losses) >= MAX_LOSSES:
-            code = error.code if isinstance(error, ProtocolError) else "lost"
-            error = RemoteError(code, f"lost {len(losses)} times: {error}")
-            self._selector.record_refusal(link.peer, error)
-        elif isinstance(error, RemoteError) and error.code not in TEMPORARY_CODES:
-            self._selector.record_refusal(link.peer, error)
-        else:
-            is_lost = isinstance(error, PeerUnreachableError | StreamClosedError)
-            self._selector.record_failure(
-                link.peer, str(error), report=is_lost and not link.is_leaving
-            )
-
-    async def _open_missing(self, drop: frozenset[PeerId]) -> None:
-        if not len(self._request.span):
-            return
-        keep = tuple(link.hop for link in self._links)
-        hops, addresses = await self._selector.plan_hops(keep, drop, may_ping=not keep)
-        for link in [link for link in self._links if link.hop not in hops]:
-            await self._close_link(link)
-            self._links.remove(link)
-        known = {link.hop for link in self._links}
-        opened = await asyncio.gather(
-            *(self._open(hop, addresses[hop.peer_id]) for hop in hops if hop not in known),
-            return_exceptions=True,
+        self._is_interrupted = True
+        synchronized = not self._needs_restore and all(
+            await gather_all([span.synchronize(self.applied) for span in self._spans()])
         )
-        failures = [each for each in opened if isinstance(each, BaseException)]
-        for each in opened:
-            if isinstance(each, TrainingLink):
-                self._links.append(each)
-                self._runs[each] = asyncio.create_task(each.run())
-        self._links.sort(key=lambda link: link.span.start)
-        if failures:
-            self._needs_restore = True
-            raise failures[0]
-
-    async def _open(self, hop: Hop, addresses: tuple[str, ...]) -> TrainingLink:
-        try:
-            shapes = StateShapes(_select(self._shapes, hop.span), self._spec.optimizer)
-            dialing = dial_training(self._swarm, hop, addresses, self._request, shapes)
-            async with dialing as link:
-                await link.open(self._swarm, self._request, self._spec.encode(), self._limits)
-        except PeerUnreachableError as error:
-            self._selector.record_failure(hop.peer_id, str(error))
-            raise
-        except (BusyError, RemoteError) as error:
-            self._selector.record_refusal(hop.peer_id, error)
-            raise
-        log.info("training_hop_opened", peer=hop.peer_id, blocks=str(hop.span))
-        return link
+        if not synchronized:
+            await self._restore()
+        elif self._has_begun:
+            await self._replay(self._current)
+        self._is_interrupted = self._needs_restore = False
 
     async def _restore(self) -> None:
         """Bring all spans to the checkpoint, and replay what was done since then."""
         assert self._checkpoint is not None
-        by_span = {span: _select(self._checkpoint, span.span) for span in self._spans()}
+        by_span = {span: select_blocks(self._checkpoint, span.span) for span in self._spans()}
         self._kept_tokens.clear()
-        await _gather(
+        await gather_all(
             [
                 span.restore(SpanState(self._checkpoint_applied, tensors))
                 for span, tensors in by_span.items()
@@ -499,66 +425,37 @@ class TrainingChain:
     async def _replay(self, step: RecordedStep) -> None:
         await self._begin()
         turns, count = self._new_turns(0), step.num_backwards
-        room = asyncio.Semaphore(self._bound_in_flight([each.layout for each in step.passes]))
+        rooms = self._new_rooms([each.layout for each in step.passes])
 
         async def run(number: int, recorded: RecordedPass) -> None:
-            async with room:
+            async with rooms[number % len(rooms)]:
                 await self._forward(number, recorded)
                 assert recorded.grad_TD is not None
                 await self._backward(number, recorded.grad_TD, turns)
 
-        await _gather([run(number, each) for number, each in enumerate(step.passes[:count])])
-        await _gather(
+        await gather_all([run(number, each) for number, each in enumerate(step.passes[:count])])
+        await gather_all(
             [
                 self._forward(number, each)
                 for number, each in enumerate(step.passes[count:], start=count)
             ]
         )
 
-    async def _close_link(self, link: TrainingLink) -> None:
-        task = self._runs.pop(link, None)
-        if task is not None:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-        await link.close()
-
 
 class _Turns:
-    """Lets calls pass in the order of their numbers."""
+    """Lets the calls of each lane pass in the order of their numbers."""
 
-    def __init__(self, first: int) -> None:
-        self._next = first
+    def __init__(self, first: int, lanes: int) -> None:
+        self._next = {number % lanes: number for number in range(first, first + lanes)}
         self._waiting: dict[int, asyncio.Event] = {}
 
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
-        """Enter after the body of the call before, if that did not fail."""
-        if number != self._next:
+        """Enter after the body of the lane's call before, if that did not fail."""
+        lane = number % len(self._next)
+        if number != self._next[lane]:
             await self._waiting.setdefault(number, asyncio.Event()).wait()
         yield
-        self._next += 1
-        if (event := self._waiting.pop(self._next, None)) is not None:
+        self._next[lane] = following = number + len(self._next)
+        if (event := self._waiting.pop(following, None)) is not None:
             event.set()
-
-
-async def _gather(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """Results of all calls. The first failure cancels the rest, and is raised once they ended."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _select(state: Mapping[str, V], span: Span) -> dict[str, V]:
-    """Tensors of a span's blocks: their names have the block's index as the first number."""
-    blocks = range(span.start, span.end)
-    return {name: value for name, value in state.items() if block_of(name) in blocks}
-
-
-def block_of(name: str) -> int:
-    """Index of the block that a tensor of a state or of an adapter belongs to."""
-    return next(int(part) for part in name.split(".") if part.isdigit())

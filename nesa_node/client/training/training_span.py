@@ -6,7 +6,7 @@ T tokens of a micro-batch's texts, D hidden.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -69,7 +69,9 @@ class TrainingSpan(Protocol):
         """
         ...
 
-    async def squared_norm(self, step: int) -> float: ...
+    async def squared_norm(self, step: int, micro_batches: int) -> float:
+        """Of the step's gradients of adapters, from `micro_batches`."""
+        ...
 
     async def apply(
         self, step: int, *, micro_batches: int, learning_rate: float, scale: float
@@ -80,6 +82,11 @@ class TrainingSpan(Protocol):
         ...
 
     async def restore(self, state: SpanState) -> None: ...
+
+    async def synchronize(self, applied: int) -> bool:
+        """Whether the span has the state after `applied` steps, if need be after copying it from
+        one of its nodes to the rest."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -122,7 +129,7 @@ class LocalTrainingSpan:
             await asyncio.sleep(0)  # it is submitted
         return await running
 
-    async def squared_norm(self, step: int) -> float:
+    async def squared_norm(self, step: int, micro_batches: int) -> float:
         return await self._run(partial(self._trainer.compute_squared_norm, step))
 
     async def apply(
@@ -145,9 +152,23 @@ class LocalTrainingSpan:
     async def restore(self, state: SpanState) -> None:
         await self._run(partial(self._trainer.restore, state.applied, state.tensors))
 
+    async def synchronize(self, applied: int) -> bool:
+        return self._trainer.applied == applied
+
     async def close(self) -> None:
         """Nothing to leave."""
 
     async def _run(self, job: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, job)
+
+
+async def gather_all(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """Results of all calls. The first failure cancels the rest, and is raised once they ended."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

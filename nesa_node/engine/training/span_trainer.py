@@ -4,6 +4,10 @@ A step is the forwards and backwards of its micro-batches 0, 1, 2, ..., then one
 parameters (Nesa paper, eq. 7). Gradients are added in that order, so that a step that is run again
 gives the same bits. Steps are counted: each is applied once, and in order.
 
+Several trainers of one span, its replicas, may share a step's micro-batches. Then each hands over
+its gradients (`collect`), and is given those of all (`reduce`), or of its part of the parameters
+alone: its optimizer then has state for that part only (ZeRO).
+
 R sequences, L tokens of each, D hidden.
 """
 
@@ -11,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,7 +25,7 @@ from torch import Tensor
 from nesa_node.core.errors import ProtocolError
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
 from nesa_node.engine.training.adapters import OptimizerConfig
-from nesa_node.engine.training.training_state import StateShapes
+from nesa_node.engine.training.training_state import ADAPTER, StateShapes
 
 Keep = Literal["input", "inputs", "activations"]
 """What is kept of a micro-batch: the span's input alone (its blocks run three times), the input of
@@ -66,9 +70,17 @@ class SpanTrainer:
     """
 
     def __init__(
-        self, blocks: AdaptedBlocks, optimizer: OptimizerConfig, *, keep: Keep = "inputs"
+        self,
+        blocks: AdaptedBlocks,
+        optimizer: OptimizerConfig,
+        *,
+        keep: Keep = "inputs",
+        share: float = 1.0,
     ) -> None:
-        """`keep`: of each micro-batch between its forward and its backward. See `Keep`."""
+        """`keep`: of each micro-batch between its forward and its backward. See `Keep`.
+
+        `share` bounds the part of the parameters' numbers that the optimizer has state for.
+        """
         self.blocks = blocks
         self.applied = 0
         """Steps that were applied, and the number of the step under way."""
@@ -83,6 +95,11 @@ class SpanTrainer:
         self._kept: dict[int, _Kept] = {}
         self._attempt = 0
         self._num_backwards = 0
+        self._is_reduced = False
+        """Whether the gradients are those of all replicas."""
+        self._updated: tuple[str, ...] = ()
+        """Parameters that the last step changed."""
+        self._max_owned = share * sum(value.numel() for value in self._parameters.values())
 
     @property
     def kept_bytes(self) -> int:
@@ -185,26 +202,73 @@ class SpanTrainer:
         grads = [value.grad for value in self._parameters.values() if value.grad is not None]
         return float(sum(grad.square().sum(dtype=torch.float64) for grad in grads))
 
+    def take_gradients(self) -> dict[str, Tensor]:
+        """Gradients that were added so far, by names of a state, on the CPU; they are forgotten."""
+        found = {}
+        for name, value in self._parameters.items():
+            if value.grad is not None:
+                found[f"{ADAPTER}{name}"] = value.grad.float().cpu()
+                value.grad = None
+        return found
+
+    def collect(self, step: int, micro_batches: int) -> dict[str, Tensor]:
+        """Hand over the step's gradients, of `micro_batches` that must have gone backward."""
+        self._require_current(step)
+        self._require_backwards(micro_batches)
+        return self.take_gradients()
+
+    def reduce(self, step: int, grads: Mapping[str, Tensor]) -> None:
+        """Take the sum of all replicas' gradients, of the parameters that are to be updated here.
+
+        Names are those of a state. Raises `ProtocolError` for gradients that do not fit, and for
+        more parameters than this trainer's share.
+        """
+        self._require_current(step)
+        self.state_shapes.check_values(grads)
+        names = [name.removeprefix(ADAPTER) for name in grads]
+        self._require_share(names)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        for name, grad in zip(names, grads.values(), strict=True):
+            parameter = self._parameters[name]
+            parameter.grad = grad.to(parameter.device, parameter.dtype, copy=True)
+        self._is_reduced = True
+
+    def export_updated(self, applied: int) -> dict[str, Tensor]:
+        """Copies of the parameters that the last step changed, by names of a state, on the CPU."""
+        self._require_current(applied)
+        return {
+            f"{ADAPTER}{name}": self._parameters[name].detach().cpu().clone()
+            for name in self._updated
+        }
+
+    def set_parameters(self, applied: int, values: Mapping[str, Tensor]) -> None:
+        """Take parameters that other replicas have updated, by names of a state."""
+        self._require_current(applied)
+        self.state_shapes.check_values(values)
+        with torch.no_grad():
+            for name, value in values.items():
+                self._parameters[name.removeprefix(ADAPTER)].copy_(value)
+
     def apply(self, step: int, *, micro_batches: int, learning_rate: float, scale: float) -> None:
         """Update the parameters with the gradients times `scale`. A repeated call does nothing.
 
-        `micro_batches` must have gone backward.
+        `micro_batches` must have gone backward, unless the gradients are those of all replicas.
         """
         if step == self.applied - 1:
             return
         self._require_current(step)
-        if self._num_backwards != micro_batches:
-            raise ProtocolError(
-                "stale_step",
-                f"step {step} has gradients of {self._num_backwards} micro-batches, not of "
-                f"{micro_batches}",
-            )
+        if not self._is_reduced:
+            self._require_backwards(micro_batches)
         numbers = (self.compute_squared_norm(step), scale, learning_rate)
         if not all(map(math.isfinite, numbers)):
             raise ProtocolError("bad_tensor", f"the gradients of step {step} are not finite")
         for value in self._parameters.values():
             if value.grad is not None:
                 value.grad.mul_(scale)
+        self._updated = tuple(
+            name for name, value in self._parameters.items() if value.grad is not None
+        )
         if self._optimizer is not None:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -216,7 +280,7 @@ class SpanTrainer:
         """Copies of the parameters and of the optimizer's state, by unique names, on the CPU."""
         found: dict[str, Tensor] = {}
         for name, value in self._parameters.items():
-            found[f"adapter.{name}"] = value
+            found[f"{ADAPTER}{name}"] = value
             states = {} if self._optimizer is None else self._optimizer.state
             for key, state in states.get(value, {}).items():
                 found[f"optimizer.{key}.{name}"] = torch.as_tensor(state)
@@ -234,9 +298,10 @@ class SpanTrainer:
             if name.startswith("optimizer."):
                 key, _, owner = name.removeprefix("optimizer.").partition(".")
                 states[owner][key] = value
+        self._require_share([name for name, state in states.items() if state], anew=True)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                parameter.copy_(tensors[f"adapter.{name}"])
+                parameter.copy_(tensors[f"{ADAPTER}{name}"])
         if self._optimizer is not None:
             self._optimizer.state.clear()
             for name, state in states.items():
@@ -255,10 +320,32 @@ class SpanTrainer:
                 "stale_step", f"step {step} is not the next: {self.applied} steps were applied"
             )
 
+    def _require_backwards(self, micro_batches: int) -> None:
+        if self._num_backwards != micro_batches:
+            raise ProtocolError(
+                "stale_step",
+                f"step {self.applied} has gradients of {self._num_backwards} micro-batches, not "
+                f"of {micro_batches}",
+            )
+
+    def _require_share(self, names: Iterable[str], *, anew: bool = False) -> None:
+        """Refuse optimizer state for `names` beside what there is, or `anew`, beyond the share."""
+        owned = set(names)
+        if self._optimizer is not None and not anew:
+            states = self._optimizer.state
+            owned |= {name for name, value in self._parameters.items() if states.get(value)}
+        numbers = sum(self._parameters[name].numel() for name in owned)
+        if numbers > self._max_owned:
+            raise ProtocolError(
+                "too_large",
+                f"optimizer state for {numbers} numbers; {int(self._max_owned)} were promised",
+            )
+
     def _clear(self) -> None:
         self._attempt += 1
         self._kept.clear()
         self._num_backwards = 0
+        self._is_reduced = False
         for value in self._parameters.values():
             value.grad = None
 

@@ -13,13 +13,13 @@ from functools import partial
 import torch
 
 from nesa_node.compression import tensors
+from nesa_node.compression.codecs import UNCOMPRESSED
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
 from nesa_node.server.session.session_state import MIN_THREADED_BYTES, SessionState
 from nesa_node.swarm.p2p.tasks import running_in_background
 from nesa_node.swarm.protocol.link_encoder import (
-    UNCOMPRESSED,
     HiddenStatesSpec,
     LinkEncoder,
     extend_via,

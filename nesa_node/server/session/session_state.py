@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from nesa_node.compression import tensors
+from nesa_node.compression.codecs import UNCOMPRESSED
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import PeerId
@@ -26,7 +27,6 @@ from nesa_node.server.scheduler.session_queue import SessionQueue
 from nesa_node.server.session.admission import AdmissionLimits
 from nesa_node.swarm.protocol.link_encoder import (
     OFF_LOOP_BYTES,
-    UNCOMPRESSED,
     check_codec_allowed,
     normalize_via,
 )

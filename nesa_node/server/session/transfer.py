@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from nesa_node.compression import tensors
+from nesa_node.compression.codecs import UNCOMPRESSED
 from nesa_node.core.errors import NesaError, ProtocolError
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.server.scheduler.batch import Executor
 from nesa_node.server.session.session_state import SessionState, decode_step
-from nesa_node.swarm.protocol.link_encoder import UNCOMPRESSED, check_codec_allowed
+from nesa_node.swarm.protocol.link_encoder import check_codec_allowed
 from nesa_node.swarm.protocol.messages import (
     Downstream,
     ErrorMessage,

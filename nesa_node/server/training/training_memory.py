@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -46,20 +47,37 @@ class TrainingNeed:
         return self.adapter_bytes + self.running_bytes + self.kept_bytes[keep]
 
 
+def compute_share(blocks: ModelBlocks, partitions: int) -> float:
+    """Largest part of a span's adapters whose optimizer state one of `partitions` nodes has.
+
+    Tensors are not divided, so that a part may exceed the mean by a tensor, at most a block's.
+    """
+    return min(1.0, 1 / partitions + 1 / blocks.num_blocks) if partitions > 1 else 1.0
+
+
 def compute_need(
-    blocks: ModelBlocks, spec: TrainingSpec, *, max_tokens: int, max_kept_tokens: int
+    blocks: ModelBlocks,
+    spec: TrainingSpec,
+    *,
+    max_tokens: int,
+    max_kept_tokens: int,
+    partitions: int = 1,
+    hand_over: bool = False,
 ) -> TrainingNeed:
     """Compute what a session needs that keeps up to `max_kept_tokens` tokens of micro-batches.
 
-    Each micro-batch has up to `max_tokens` tokens.
+    Each micro-batch has up to `max_tokens` tokens. `partitions` and `hand_over` are as in
+    `train_open`.
     """
     hidden_bytes = blocks.hidden_size * blocks.dtype.itemsize
+    share = compute_share(blocks, partitions)
     moments = 2 if spec.optimizer.name == "adamw" else int(spec.optimizer.momentum > 0)
-    copies = 2 + moments + (1 + moments)
+    grads = max(share, 1 / blocks.num_blocks) if hand_over else 1.0
+    copies = 1 + grads + share * moments + (1 + share * moments)
     inputs_bytes = blocks.num_blocks * hidden_bytes
     activations_bytes = blocks.num_blocks * ACTIVATION_VALUES * hidden_bytes
     return TrainingNeed(
-        adapter_bytes=count_adapter_values(blocks, spec) * PARAMETER_BYTES * copies,
+        adapter_bytes=math.ceil(count_adapter_values(blocks, spec) * PARAMETER_BYTES * copies),
         running_bytes=max_tokens * (ACTIVATION_VALUES + 4) * hidden_bytes
         + max_tokens * inputs_bytes
         + max_tokens * max_tokens * MASK_BYTES

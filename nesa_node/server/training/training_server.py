@@ -23,6 +23,7 @@ from nesa_node.server.training.training_memory import (
     OpeningBudget,
     TrainingMemory,
     compute_need,
+    compute_share,
 )
 from nesa_node.server.training.training_session import TrainingSession
 from nesa_node.swarm.node import Swarm
@@ -74,13 +75,25 @@ class TrainingServer:
             raise ProtocolError("bad_spec", "max_kept_tokens must be at least max_tokens")
         blocks = self._blocks.select(Span(*opened.blocks))
         need = compute_need(
-            blocks, spec, max_tokens=opened.max_tokens, max_kept_tokens=opened.max_kept_tokens
+            blocks,
+            spec,
+            max_tokens=opened.max_tokens,
+            max_kept_tokens=opened.max_kept_tokens,
+            partitions=opened.partitions,
+            hand_over=opened.hand_over,
         )
         with self.memory.reserve(stream.peer, need) as keep:
             # Not in the device's thread, which would stand still for seconds the first time.
             await asyncio.to_thread(importlib.import_module, "peft")
             trainer = await self._build(
-                stream.peer, partial(self._make_trainer, blocks, spec, keep)
+                stream.peer,
+                partial(
+                    self._make_trainer,
+                    blocks,
+                    spec,
+                    keep=keep,
+                    share=compute_share(blocks, opened.partitions),
+                ),
             )
             log.info(
                 "training_opened",
@@ -114,9 +127,11 @@ class TrainingServer:
             finally:
                 self._openings.charge(peer, time.monotonic() - started)
 
-    def _make_trainer(self, blocks: ModelBlocks, spec: TrainingSpec, keep: Keep) -> SpanTrainer:
+    def _make_trainer(
+        self, blocks: ModelBlocks, spec: TrainingSpec, *, keep: Keep, share: float
+    ) -> SpanTrainer:
         adapted = AdaptedBlocks(blocks, self._checkpoint, spec.make_config(), seed=spec.seed)
-        return SpanTrainer(adapted, spec.optimizer, keep=keep)
+        return SpanTrainer(adapted, spec.optimizer, keep=keep, share=share)
 
     async def _run(
         self, stream: Stream, opened: TrainOpen, trainer: SpanTrainer, drain: Drain

@@ -19,11 +19,11 @@ from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.training.span_trainer import BlockByBlock, SpanTrainer, hash_state
 from nesa_node.engine.training.text_layout import TextLayout
+from nesa_node.engine.training.training_state import StateTensors
 from nesa_node.server.scheduler.batch import Executor
 from nesa_node.server.session.message_loop import Drain
 from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.link_encoder import (
-    UNCOMPRESSED,
     LinkEncoder,
     check_codec_allowed,
 )
@@ -45,13 +45,18 @@ from nesa_node.swarm.protocol.training_messages import (
     TrainBackward,
     TrainBegan,
     TrainBegin,
+    TrainCollect,
+    TrainFetch,
     TrainForward,
     TrainGradient,
+    TrainGradients,
     TrainNorm,
     TrainNormed,
     TrainOpen,
     TrainOutput,
+    TrainParameters,
     TrainPull,
+    TrainReduced,
     TrainRestored,
     TrainState,
     TrainTensor,
@@ -59,6 +64,8 @@ from nesa_node.swarm.protocol.training_messages import (
 
 log = get_logger(__name__)
 T = TypeVar("T")
+_Answer = tuple[Message, memoryview | bytearray | bytes]
+_Head = TrainState | TrainGradients | TrainParameters
 
 MAX_QUEUED_MESSAGES = 4096
 """Messages that may wait; then reading stops."""
@@ -97,8 +104,8 @@ class TrainingSession:
         self._kept_tokens: dict[int, int] = {}
         self._layouts: dict[int, TextLayout] = {}
         """Of kept micro-batches, by number."""
-        self._restoring: dict[str, Tensor] = {}
-        self._restored_state: TrainState | None = None
+        self._incoming: tuple[_Head, StateTensors] | None = None
+        """The message whose tensors arrive, and those that have."""
         self._active_at = time.monotonic()
         self._computing = False
         sizes = [value.numel() for value in trainer.blocks.parameters.values()]
@@ -218,9 +225,7 @@ class TrainingSession:
                 await self._client.send(answer, data)
             self._active_at = time.monotonic()
 
-    async def _apply(
-        self, message: AnyMessage, payload: bytearray
-    ) -> list[tuple[Message, memoryview | bytearray | bytes]]:
+    async def _apply(self, message: AnyMessage, payload: bytearray) -> list[_Answer]:
         trainer = self._trainer
         match message:
             case TrainBegin():
@@ -231,6 +236,15 @@ class TrainingSession:
                 return [await self._forward(message, payload)]
             case TrainBackward():
                 return [await self._backward(message, payload)]
+            case TrainCollect():
+                collect = partial(trainer.collect, message.step, message.micro_batches)
+                found = await self._run(collect)
+                head = TrainGradients(step=message.step, tensors=len(found))
+                return [(head, b""), *_encode_state(found)]
+            case TrainFetch():
+                found = await self._run(partial(trainer.export_updated, message.applied))
+                updated = TrainParameters(applied=message.applied, tensors=len(found))
+                return [(updated, b""), *_encode_state(found)]
             case TrainNorm():
                 squared = await self._run(partial(trainer.compute_squared_norm, message.step))
                 if not squared < float("inf"):
@@ -250,28 +264,25 @@ class TrainingSession:
                 return [(TrainApplied(step=message.step), b"")]
             case TrainPull():
                 return await self._export()
-            case TrainState():
-                self._restored_state, self._restoring = None, {}
-                if message.tensors > trainer.state_shapes.max_tensors:
-                    raise ProtocolError(
-                        "too_large",
-                        f"a state of {message.tensors} tensors; this span's has at most "
-                        f"{trainer.state_shapes.max_tensors}",
-                    )
-                self._restored_state = message
-                return await self._restore_if_complete()
+            case TrainState() | TrainGradients() | TrainParameters():
+                self._incoming = None
+                arriving = StateTensors(
+                    trainer.state_shapes, message.tensors, self._max_tensor_bytes
+                )
+                self._incoming = message, arriving
+                return await self._take_if_complete()
             case TrainTensor():
-                self._collect(message, payload)
-                return await self._restore_if_complete()
+                if self._incoming is None:
+                    raise ProtocolError("unexpected", "a tensor without a message before it")
+                self._incoming[1].add(message.name, message.tensor, payload)
+                return await self._take_if_complete()
             case _:
                 raise ProtocolError(
                     "unexpected",
                     f"a training session does not expect {type(message).__name__.lower()}",
                 )
 
-    async def _forward(
-        self, message: TrainForward, payload: bytearray
-    ) -> tuple[Message, memoryview | bytearray | bytes]:
+    async def _forward(self, message: TrainForward, payload: bytearray) -> _Answer:
         layout = TextLayout(message.texts)
         hidden_RLD = await self._decode(message.tensor, payload, layout)
         batch = layout.make_batch(message.seed)
@@ -285,15 +296,13 @@ class TrainingSession:
         meta, data = await self._encode(layout.from_rows(output_RLD))
         return TrainOutput(step=message.step, micro=message.micro, tensor=meta), data
 
-    async def _backward(
-        self, message: TrainBackward, payload: bytearray
-    ) -> tuple[Message, memoryview | bytearray | bytes]:
+    async def _backward(self, message: TrainBackward, payload: bytearray) -> _Answer:
         layout = self._layouts.get(message.micro)
         if layout is None:
             raise ProtocolError("stale_step", f"micro-batch {message.micro} went not forward")
         grad_RLD = await self._decode(message.tensor, payload, layout)
         work = self._trainer.backward(message.step, message.micro, grad_RLD)
-        input_grad_RLD = await self._run_blocks(work)
+        input_grad_RLD = await self._run_blocks(work, hand_over=self._opened.hand_over)
         del self._layouts[message.micro]
         meta, data = await self._encode(layout.from_rows(input_grad_RLD))
         return TrainGradient(step=message.step, micro=message.micro, tensor=meta), data
@@ -313,10 +322,16 @@ class TrainingSession:
             raise ProtocolError("not_finite", "the blocks computed values that are not finite")
         return await self._wire.encode_off_loop(hidden)
 
-    async def _run_blocks(self, work: BlockByBlock) -> Tensor:
-        """Run block after block, so that iterations of sessions run in between."""
+    async def _run_blocks(self, work: BlockByBlock, *, hand_over: bool = False) -> Tensor:
+        """Run block after block, so that iterations of sessions run in between.
+
+        With `hand_over` the gradients of adapters go to the client after each block.
+        """
         while True:
             result = await self._run(partial(_advance, work))
+            if hand_over:
+                for message, data in _encode_state(await self._run(self._trainer.take_gradients)):
+                    await self._client.send(message, data)
             if result is not None:
                 return result
 
@@ -330,42 +345,35 @@ class TrainingSession:
             log.warning("training_failed", reason=str(error)[:500])
             raise ProtocolError("not_computed", f"the step failed here: {error}"[:1000]) from None
 
-    async def _export(self) -> list[tuple[Message, memoryview | bytearray | bytes]]:
+    async def _export(self) -> list[_Answer]:
         state = await self._run(self._trainer.export)
         digest = await asyncio.to_thread(hash_state, state)
-        answers: list[tuple[Message, memoryview | bytearray | bytes]] = [
-            (TrainState(applied=self.applied, tensors=len(state), digest=digest), b"")
-        ]
-        for name, value in state.items():
-            meta, data = tensors.encode(value.float())
-            answers.append((TrainTensor(name=name, tensor=meta), data))
-        return answers
+        head = TrainState(applied=self.applied, tensors=len(state), digest=digest)
+        return [(head, b""), *_encode_state(state)]
 
-    def _collect(self, message: TrainTensor, payload: bytearray) -> None:
-        if self._restored_state is None:
-            raise ProtocolError("unexpected", "a tensor without train_state before it")
-        self._trainer.state_shapes.check_shape(message.name, message.tensor.shape)
-        if message.tensor.codec != UNCOMPRESSED or message.name in self._restoring:
-            raise ProtocolError("bad_tensor", f"{message.name} is compressed, or comes twice")
-        self._restoring[message.name] = tensors.decode(
-            message.tensor, payload, max_bytes=self._max_tensor_bytes
-        )
-
-    async def _restore_if_complete(
-        self,
-    ) -> list[tuple[Message, memoryview | bytearray | bytes]]:
-        state, found = self._restored_state, self._restoring
-        if state is None or len(found) < state.tensors:
+    async def _take_if_complete(self) -> list[_Answer]:
+        """Use the tensors that have arrived, after the last one."""
+        assert self._incoming is not None
+        head, arrived = self._incoming
+        if not arrived.is_complete:
             return []
-        self._restored_state, self._restoring = None, {}
-        await self._check_digest(state, found)
-        await self._run(partial(self._trainer.restore, state.applied, found))
-        self._layouts.clear()
-        return [(TrainRestored(applied=state.applied), b"")]
-
-    async def _check_digest(self, state: TrainState, found: Mapping[str, Tensor]) -> None:
-        if await asyncio.to_thread(hash_state, found) != state.digest:
-            raise ProtocolError("bad_tensor", "a state with another digest than was announced")
+        self._incoming = None
+        trainer, found = self._trainer, arrived.found
+        match head:
+            case TrainGradients():
+                await self._run(partial(trainer.reduce, head.step, found))
+                return [(TrainReduced(step=head.step), b"")]
+            case TrainParameters():
+                await self._run(partial(trainer.set_parameters, head.applied, found))
+                return [(TrainRestored(applied=head.applied), b"")]
+            case TrainState():
+                if await asyncio.to_thread(hash_state, found) != head.digest:
+                    raise ProtocolError(
+                        "bad_tensor", "a state with another digest than was announced"
+                    )
+                await self._run(partial(trainer.restore, head.applied, found))
+                self._layouts.clear()
+                return [(TrainRestored(applied=head.applied), b"")]
 
     async def _watch_idle(self, timeout_s: float) -> None:
         while True:
@@ -380,6 +388,14 @@ class TrainingSession:
         await self._client.send(Leaving(seconds=drain.remaining_s))
         await asyncio.sleep(drain.remaining_s)
         raise ProtocolError("draining", "this node has given up its blocks")
+
+
+def _encode_state(state: Mapping[str, Tensor]) -> list[_Answer]:
+    found: list[_Answer] = []
+    for name, value in state.items():
+        meta, data = tensors.encode(value.float())
+        found.append((TrainTensor(name=name, tensor=meta), data))
+    return found
 
 
 def _advance(work: BlockByBlock) -> Tensor | None:

@@ -60,14 +60,19 @@ from nesa_node.swarm.protocol.training_messages import (
     TrainBackward,
     TrainBegan,
     TrainBegin,
+    TrainCollect,
+    TrainFetch,
     TrainForward,
     TrainGradient,
+    TrainGradients,
     TrainNorm,
     TrainNormed,
     TrainOpen,
     TrainOpened,
     TrainOutput,
+    TrainParameters,
     TrainPull,
+    TrainReduced,
     TrainRestored,
     TrainState,
     TrainTensor,
@@ -80,6 +85,7 @@ AnyMessage = (
     | Reordered | Probe | Received
     | TrainOpen | TrainOpened | TrainBegin | TrainBegan | TrainForward | TrainOutput
     | TrainBackward | TrainGradient | TrainNorm | TrainNormed | TrainApply | TrainApplied
+    | TrainCollect | TrainGradients | TrainReduced | TrainFetch | TrainParameters
     | TrainPull | TrainState | TrainTensor | TrainRestored
     | AdapterQuery | AdapterHeld | AdapterGet | AdapterFiles
     | AdapterPut | AdapterWanted | AdapterChunk | AdapterStored

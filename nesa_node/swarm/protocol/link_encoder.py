@@ -21,6 +21,7 @@ from nesa_node.compression.codec_cost import (
 )
 from nesa_node.compression.codecs import (
     EXACT,
+    UNCOMPRESSED,
     allowed_codecs,
     allows_codec,
     candidate_codecs,
@@ -43,7 +44,6 @@ Encoded = tuple[TensorMeta, bytearray | memoryview]
 OFF_LOOP_BYTES = 256 * 1024
 """Size from which on hidden states are compressed in a thread, not to block the event loop."""
 PROBE_BYTES = 2 * MIN_SAMPLE_BYTES
-UNCOMPRESSED = "none"
 UNKNOWN_CODEC = "?"
 """Stands in `via` for a codec that the session's quality does not allow."""
 MIN_COMPRESSION_VERSION = (1, 2)

@@ -30,6 +30,7 @@ MAX_MICRO_BATCHES = 1 << 16
 MAX_TEXTS = 4096
 """Texts that one row packs."""
 MAX_STATE_TENSORS = 1 << 20
+MAX_PARTITIONS = 64
 MAX_SQUARED_NORM = 1e100
 """Above what gradients in float32 can have, and finite in sums over nodes."""
 
@@ -66,6 +67,10 @@ class TrainOpen(Message, frozen=True, tag="train_open"):
     """Lowest quality that hidden states and gradients may be compressed to."""
     codecs: Codecs = ()
     """Codecs that the client decodes beside "none"."""
+    partitions: Annotated[int, Meta(ge=1, le=MAX_PARTITIONS)] = 1
+    """Nodes among which the span's optimizer state is divided (ZeRO, stage 1)."""
+    hand_over: bool = False
+    """Whether gradients of adapters are sent with each micro-batch, and not kept (stage 2)."""
 
 
 class TrainOpened(Message, frozen=True, tag="train_opened"):
@@ -135,6 +140,33 @@ class TrainNormed(Message, frozen=True, tag="train_normed"):
     squared_norm: Annotated[float, Meta(ge=0, le=MAX_SQUARED_NORM)]
 
 
+class TrainCollect(Message, frozen=True, tag="train_collect"):
+    """Ask for the step's gradients of adapters, which the node then forgets.
+
+    `micro_batches` must have gone backward.
+    """
+
+    step: StepNumber
+    micro_batches: Annotated[int, Meta(ge=1, le=MAX_MICRO_BATCHES)]
+
+
+class TrainGradients(Message, frozen=True, tag="train_gradients"):
+    """Gradients of adapters: `tensors` `train_tensor`s follow.
+
+    To the client those of this node, to a node the sum over the span's nodes, of the parameters
+    that it updates.
+    """
+
+    step: StepNumber
+    tensors: Annotated[int, Meta(ge=0, le=MAX_STATE_TENSORS)]
+
+
+class TrainReduced(Message, frozen=True, tag="train_reduced"):
+    """Node to client: the gradients that were sent are those of the step."""
+
+    step: StepNumber
+
+
 class TrainApply(Message, frozen=True, tag="train_apply"):
     """Update the adapters by the gradients times `scale`."""
 
@@ -146,6 +178,22 @@ class TrainApply(Message, frozen=True, tag="train_apply"):
 
 class TrainApplied(Message, frozen=True, tag="train_applied"):
     step: StepNumber
+
+
+class TrainFetch(Message, frozen=True, tag="train_fetch"):
+    """Ask for the parameters that the last of `applied` steps has changed."""
+
+    applied: StepNumber
+
+
+class TrainParameters(Message, frozen=True, tag="train_parameters"):
+    """Parameters after `applied` steps: `tensors` `train_tensor`s follow.
+
+    To the client those that the node has updated, to a node those that other nodes have.
+    """
+
+    applied: StepNumber
+    tensors: Annotated[int, Meta(ge=0, le=MAX_STATE_TENSORS)]
 
 
 class TrainPull(Message, frozen=True, tag="train_pull"):
@@ -162,13 +210,13 @@ class TrainState(Message, frozen=True, tag="train_state"):
 
 
 class TrainTensor(Message, frozen=True, tag="train_tensor"):
-    """One tensor of a state, uncompressed."""
+    """One tensor of a state, of gradients or of parameters, uncompressed."""
 
     name: Annotated[str, Meta(min_length=1, max_length=512, pattern="^[!-~]+$")]
     tensor: TensorMeta
 
 
 class TrainRestored(Message, frozen=True, tag="train_restored"):
-    """Node to client: the state that was sent is in place."""
+    """Node to client: the state, or the parameters, that were sent are in place."""
 
     applied: Annotated[int, Meta(ge=0, le=MAX_EPOCH)]

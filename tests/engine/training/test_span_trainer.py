@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from nesa_node.client.training.replica_group import assign_owners
+from nesa_node.client.training.training_nodes import block_of
 from nesa_node.core.errors import ConfigError, ProtocolError
 from nesa_node.engine.training.adapted_blocks import MicroBatch
 from nesa_node.engine.training.adapters import OptimizerConfig
 from nesa_node.engine.training.span_trainer import (
+    BlockByBlock,
     Keep,
     SpanTrainer,
     compute_clip_scale,
@@ -92,16 +95,27 @@ class Session:
             SpanTrainer(each, config, keep=keep) for each in adapt(self.chain, folder, CONFIG)
         ]
 
-    def run_micro_batch(self, step: int, micro: int) -> float:
+        self.handed_over: list[dict[str, Tensor]] = []
+        """Of each span, the gradients that were taken after each of its blocks."""
+
+    def run_micro_batch(
+        self, step: int, micro: int, number: int | None = None, *, hand_over: bool = False
+    ) -> float:
+        """Run data `micro`, as micro-batch `number` of the step."""
         ids_RL, batch = data_of(step, micro), MicroBatch(0)
+        number = micro if number is None else number
         hidden_RLD = self.chain.embedder.embed_batch(ids_RL, torch.arange(12).expand(2, -1))
         for span in self.spans:
-            hidden_RLD = finish(span.forward(step, micro, hidden_RLD, batch))
+            hidden_RLD = finish(span.forward(step, number, hidden_RLD, batch))
         hidden_RLD.requires_grad_()
         loss = loss_of(self.chain.head.logits_with_gradients(hidden_RLD), ids_RL) / 2
         [grad_RLD] = torch.autograd.grad(loss, hidden_RLD)
-        for span in reversed(self.spans):
-            grad_RLD = finish(span.backward(step, micro, grad_RLD))
+        self.handed_over = [{} for _ in self.spans]
+        for span, handed_over in zip(reversed(self.spans), reversed(self.handed_over), strict=True):
+            work = span.backward(step, number, grad_RLD)
+            if hand_over:
+                work = hand_over_after_blocks(span, work, handed_over)
+            grad_RLD = finish(work)
         return float(loss.detach())
 
     def apply(self, step: int) -> None:
@@ -285,6 +299,128 @@ def test_states_of_other_spans_are_refused(models_dir: Path) -> None:
     first.state_shapes.check(whole)
     assert first.applied == 0
     assert all(torch.equal(value, before[name]) for name, value in first.export().items())
+
+
+def hand_over_after_blocks(
+    span: SpanTrainer, work: BlockByBlock, handed_over: dict[str, Tensor]
+) -> BlockByBlock:
+    """Take the gradients after each block, as nodes do: never more than a block's are there."""
+    largest = max(
+        sum(v.nbytes for n, v in span.blocks.parameters.items() if block_of(n) == index)
+        for index in range(span.blocks.span.start, span.blocks.span.end)
+    )
+    while True:
+        try:
+            next(work)
+        except StopIteration as ended:
+            handed_over |= span.take_gradients()
+            result: Tensor = ended.value
+            return result
+        assert count_bytes(span)["gradients"] <= largest
+        handed_over |= span.take_gradients()
+        yield
+
+
+def count_bytes(span: SpanTrainer) -> dict[str, int]:
+    """Bytes in float32 that a span's trainer holds, by kind."""
+    values = list(span.blocks.parameters.values())
+    assert span._optimizer is not None
+    states = [
+        state.nbytes
+        for states in span._optimizer.state.values()
+        for key, state in states.items()
+        if key != "step"
+    ]
+    grads = [value.grad.nbytes for value in values if value.grad is not None]
+    return {
+        "parameters": sum(value.nbytes for value in values),
+        "gradients": sum(grads),
+        "optimizer": sum(states),
+    }
+
+
+@pytest.mark.parametrize(("stage", "per_number"), [(0, 16), (1, 8 + 8 / 2), (2, 4 + 12 / 2)])
+def test_bytes_of_replicas_are_those_of_zeros_arithmetic(
+    stage: int, per_number: float, models_dir: Path
+) -> None:
+    """Of two replicas, before the update: 4 bytes of each parameter, 4 of its gradient, 8 of AdamW.
+
+    Stage 1 divides AdamW's by two, stage 2 also the gradient's.
+    """
+    replicas = [Session(save_tiny_model("llama", models_dir)) for _ in range(2)]
+    for step in range(2):
+        for rank, replica in enumerate(replicas):
+            replica.run_micro_batch(step, rank, number=0, hand_over=stage == 2)
+        for index in range(3):
+            spans = [replica.spans[index] for replica in replicas]
+            sizes = {f"adapter.{n}": v.numel() for n, v in spans[0].blocks.parameters.items()}
+            owners = assign_owners(sizes, 2)
+            held = [
+                span.take_gradients() if stage < 2 else replica.handed_over[index]
+                for span, replica in zip(spans, replicas, strict=True)
+            ]
+            sums = {name: held[0][name] + held[1][name] for name in sizes}
+            for rank, span in enumerate(spans):
+                own = {n: g for n, g in sums.items() if stage == 0 or owners[n] == rank}
+                if stage < 2:  # what each has computed is there until all of it is handed over
+                    for name, grad in held[rank].items():
+                        span.blocks.parameters[name.removeprefix("adapter.")].grad = grad
+                    before = count_bytes(span)
+                    span.reduce(step, own)
+                else:
+                    span.reduce(step, own)
+                    before = count_bytes(span)
+                if step:
+                    numbers = sum(sizes.values())
+                    assert sum(before.values()) == pytest.approx(per_number * numbers, rel=0.05)
+                span.apply(step, micro_batches=2, learning_rate=0.1, scale=1.0)
+            if stage:
+                for rank, span in enumerate(spans):
+                    other = spans[1 - rank].export_updated(step + 1)
+                    span.set_parameters(step + 1, other)
+    first, second = (replica.values() for replica in replicas)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_more_than_the_share_is_refused(models_dir: Path) -> None:
+    folder = save_tiny_model("llama", models_dir)
+    [adapted, *_] = adapt(Chain(folder), folder, CONFIG)
+    span = SpanTrainer(adapted, OptimizerConfig(), share=0.5)
+    whole = {name: value for name, value in span.export().items() if name.startswith("adapter.")}
+    owners = assign_owners({name: value.numel() for name, value in whole.items()}, 3)
+    part = {name: value for name, value in whole.items() if owners[name] == 0}
+    span.reduce(0, part)
+    span.apply(0, micro_batches=1, learning_rate=0.1, scale=1.0)
+    kept = span.export()
+    for wrong in (whole, {name: value for name, value in whole.items() if owners[name] > 0}):
+        with pytest.raises(ProtocolError, match=r"optimizer state for .* were promised"):
+            span.reduce(1, wrong)
+    moments = {
+        f"optimizer.{key}.{name.removeprefix('adapter.')}": (
+            torch.tensor(1.0) if key == "step" else value.square()
+        )
+        for name, value in whole.items()
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    with pytest.raises(ProtocolError, match=r"optimizer state for .* were promised"):
+        span.restore(1, whole | moments)
+    assert all(torch.equal(value, kept[name]) for name, value in span.export().items())
+    span.restore(1, kept)
+    for wrong, said in (
+        ({"adapter.other": torch.ones(1)}, "no parameter of this span"),
+        ({next(iter(moments)): torch.tensor(1.0)}, "no parameter of this span"),
+        ({name: value * math.inf for name, value in part.items()}, "not all numbers are finite"),
+        ({name: value.flatten() for name, value in part.items()}, "has shape"),
+    ):
+        for call in (span.reduce, span.set_parameters):
+            with pytest.raises(ProtocolError, match=said):
+                call(1, wrong)
+    with pytest.raises(ProtocolError, match="gradients of 0 micro-batches, not of 1"):
+        span.collect(1, 1)
+    with pytest.raises(ProtocolError, match="step 0 is not the next"):
+        span.collect(0, 1)
+    with pytest.raises(ProtocolError, match="step 0 is not the next"):
+        span.export_updated(0)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from nesa_node.client.training import batches
-from nesa_node.client.training.batches import (
+from nesa_node.client.training.data import batches
+from nesa_node.client.training.data.batches import (
     MAX_SEED,
     BatchOrder,
     MicroBatchData,
@@ -22,7 +22,7 @@ from nesa_node.client.training.batches import (
     PaddedLayout,
     split_validation,
 )
-from nesa_node.client.training.examples import IGNORED, TrainingExample
+from nesa_node.client.training.data.examples import IGNORED, TrainingExample
 from nesa_node.core.errors import ConfigError
 
 MAX_TOKENS = 12

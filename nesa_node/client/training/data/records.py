@@ -22,8 +22,12 @@ from typing import Any, BinaryIO
 
 from transformers import PreTrainedTokenizerBase
 
-from nesa_node.client.training.conversations import ConversationRenderer, Message
-from nesa_node.client.training.examples import ExampleTokenizer, SupervisedText, TrainingExample
+from nesa_node.client.training.data.conversations import ConversationRenderer, Message
+from nesa_node.client.training.data.examples import (
+    ExampleTokenizer,
+    SupervisedText,
+    TrainingExample,
+)
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.settings.declaration import user_path
 

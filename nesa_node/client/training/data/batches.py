@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nesa_node.client.training.examples import IGNORED, TrainingExample
+from nesa_node.client.training.data.examples import IGNORED, TrainingExample
 from nesa_node.core.errors import ConfigError
 
 _OPEN_ROWS = 64

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from nesa_node.client.training.examples import IGNORED, ExampleTokenizer, SupervisedText
+from nesa_node.client.training.data.examples import IGNORED, ExampleTokenizer, SupervisedText
 from nesa_node.core.errors import ConfigError
 from tests.api.tokenizers import byte_level_tokenizer
-from tests.client.training.chat_tokenizers import make_spaced_tokenizer, make_tokenizer
+from tests.client.training.data.chat_tokenizers import make_spaced_tokenizer, make_tokenizer
 
 TOKENIZERS = {
     "byte-level": byte_level_tokenizer(),

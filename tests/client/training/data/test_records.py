@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nesa_node.client.training import records
-from nesa_node.client.training.examples import IGNORED, TrainingExample
-from nesa_node.client.training.records import TrainingData, read_examples
+from nesa_node.client.training.data import records
+from nesa_node.client.training.data.examples import IGNORED, TrainingExample
+from nesa_node.client.training.data.records import TrainingData, read_examples
 from nesa_node.core.errors import ConfigError
-from tests.client.training.chat_tokenizers import PLAIN_WORDS, WITH_TOOLS, make_tokenizer
+from tests.client.training.data.chat_tokenizers import PLAIN_WORDS, WITH_TOOLS, make_tokenizer
 
 TOKENIZER = make_tokenizer(WITH_TOOLS)
 CHAT = {

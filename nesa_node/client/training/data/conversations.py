@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from nesa_node.client.training.examples import SupervisedText
+from nesa_node.client.training.data.examples import SupervisedText
 from nesa_node.core.errors import ConfigError
 
 Message = Mapping[str, Any]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nesa_node.client.training.conversations import ConversationRenderer, Message
-from nesa_node.client.training.examples import IGNORED, ExampleTokenizer
+from nesa_node.client.training.data.conversations import ConversationRenderer, Message
+from nesa_node.client.training.data.examples import IGNORED, ExampleTokenizer
 from nesa_node.core.errors import ConfigError
-from tests.client.training.chat_tokenizers import (
+from tests.client.training.data.chat_tokenizers import (
     CHATML,
     EMPTY_THOUGHT,
     MARKED_CHATML,

@@ -1,0 +1,232 @@
+"""Nodes that train one span together: its replicas, which share a step's micro-batches.
+
+Each computes the gradients of its own micro-batches. The client adds them in the order of the
+nodes, and either every node updates all parameters, or each updates its part of them, for which
+alone it has optimizer state (ZeRO, stage 1), and the client gives it to the rest. In stage 2
+gradients are handed over with each micro-batch, so that nodes do not keep them.
+
+T tokens of a micro-batch's texts, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from nesa_node.client.training.training_link import TrainingLink
+from nesa_node.client.training.training_span import MicroBatchPass, SpanState, gather_all
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.ids import PeerId
+from nesa_node.engine.training.training_state import ADAPTER
+from nesa_node.routing.chains import Hop
+
+T = TypeVar("T")
+ZeroStage = Literal[0, 1, 2]
+MAX_REPLICAS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """How many nodes train each span, and what is divided among them."""
+
+    replicas: int = 1
+    """Wanted; where fewer nodes have a span's blocks, fewer train it."""
+    zero_stage: ZeroStage = 0
+    """Of ZeRO: 1 divides the optimizer state among replicas, 2 gradients too."""
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`."""
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise ConfigError(f"replicas must be from 1 to {MAX_REPLICAS}, got {self.replicas}")
+        if self.zero_stage not in get_args(ZeroStage):
+            raise ConfigError(f"zero_stage must be 0, 1 or 2, got {self.zero_stage}")
+
+
+class ReplicaGroup:
+    """`TrainingSpan` on one node or several. The first `lanes` of them get micro-batches."""
+
+    def __init__(
+        self,
+        links: Sequence[TrainingLink],
+        shapes: Mapping[str, Sequence[int]],
+        seconds_by_peer: dict[PeerId, float],
+        *,
+        is_partitioned: bool,
+    ) -> None:
+        """`shapes` are those of the span's parameters.
+
+        `seconds_by_peer` gets the time between messages and their answers.
+        """
+        self.span = links[0].span
+        self.links = list(links)
+        self.lanes = 1
+        self.is_partitioned = is_partitioned and len(links) > 1
+        self._seconds_by_peer = seconds_by_peer
+        self._owners = assign_owners(
+            {f"{ADAPTER}{name}": math.prod(shape) for name, shape in shapes.items()}, len(links)
+        )
+        self._sums: dict[str, Tensor] = {}
+        """Of the step's gradients over all nodes."""
+
+    @property
+    def hop(self) -> Hop:
+        return self.links[0].hop
+
+    async def begin(self, step: int) -> None:
+        await gather_all([link.begin(step) for link in self.links])
+
+    async def forward(
+        self, batch: MicroBatchPass, hidden_TD: Tensor, *, keep: bool = True
+    ) -> Tensor:
+        link, batch = self._choose(batch)
+        return await self._timed(link, link.forward(batch, hidden_TD, keep=keep))
+
+    async def backward(
+        self, batch: MicroBatchPass, grad_TD: Tensor, turn: AbstractAsyncContextManager[None]
+    ) -> Tensor:
+        link, batch = self._choose(batch)
+        return await self._timed(link, link.backward(batch, grad_TD, turn))
+
+    async def squared_norm(self, step: int, micro_batches: int) -> float:
+        if len(self.links) == 1:
+            return await self.links[0].squared_norm(step)
+        counts = [len(range(lane, micro_batches, self.lanes)) for lane in range(self.lanes)]
+        parts = await gather_all(
+            [
+                link.collect(step, count)
+                for link, count in zip(self.links, counts, strict=False)
+                if count
+            ]
+        )
+        self._sums = await asyncio.to_thread(_add, parts)
+        return sum(float(grad.square().sum(dtype=torch.float64)) for grad in self._sums.values())
+
+    async def apply(
+        self, step: int, *, micro_batches: int, learning_rate: float, scale: float
+    ) -> None:
+        if len(self.links) > 1:
+            sums, self._sums = self._sums, {}
+            await gather_all(
+                [link.reduce(step, self._select(sums, rank)) for rank, link in self._ranked]
+            )
+        await gather_all(
+            [
+                link.apply(
+                    step, micro_batches=micro_batches, learning_rate=learning_rate, scale=scale
+                )
+                for link in self.links
+            ]
+        )
+        if self.is_partitioned:
+            await self._share_updates(step + 1)
+
+    async def _share_updates(self, applied: int) -> None:
+        """Give each node the parameters that the rest have updated."""
+        updated = await gather_all([link.fetch_updated(applied) for link in self.links])
+        for link in self.links:
+            link.applied = None
+        await gather_all(
+            [
+                link.set_parameters(
+                    applied,
+                    {
+                        name: value
+                        for other, part in enumerate(updated)
+                        if other != rank
+                        for name, value in part.items()
+                    },
+                )
+                for rank, link in self._ranked
+            ]
+        )
+        for link in self.links:
+            link.applied = applied
+
+    async def synchronize(self, applied: int) -> bool:
+        up_to_date = [link for link in self.links if link.applied == applied]
+        if len(up_to_date) == len(self.links):
+            return True
+        if not up_to_date or self.is_partitioned:
+            return False
+        state = await up_to_date[0].export(applied)
+        await gather_all([link.restore(state) for link in self.links if link not in up_to_date])
+        return True
+
+    async def export(self, applied: int) -> SpanState:
+        if not self.is_partitioned:
+            return await self.links[0].export(applied)
+        found: dict[str, Tensor] = {}
+        for state in await gather_all([link.export(applied) for link in self.links]):
+            found |= state.tensors
+        return SpanState(applied, found)
+
+    async def restore(self, state: SpanState) -> None:
+        await gather_all(
+            [
+                link.restore(SpanState(state.applied, self._select_state(state.tensors, rank)))
+                for rank, link in self._ranked
+            ]
+        )
+
+    async def close(self) -> None:
+        await asyncio.gather(*(link.close() for link in self.links))
+
+    @property
+    def _ranked(self) -> list[tuple[int, TrainingLink]]:
+        return list(enumerate(self.links))
+
+    def _choose(self, batch: MicroBatchPass) -> tuple[TrainingLink, MicroBatchPass]:
+        """The node of a micro-batch, which counts its own ones."""
+        number, lane = divmod(batch.number, self.lanes)
+        return self.links[lane], replace(batch, number=number)
+
+    def _select(self, parameters: Mapping[str, Tensor], rank: int) -> Mapping[str, Tensor]:
+        """What the node of `rank` updates."""
+        if not self.is_partitioned:
+            return parameters
+        return {name: value for name, value in parameters.items() if self._owners[name] == rank}
+
+    def _select_state(self, tensors: Mapping[str, Tensor], rank: int) -> Mapping[str, Tensor]:
+        """All parameters, and the optimizer state of those that the node of `rank` updates."""
+        if not self.is_partitioned:
+            return tensors
+        found = {}
+        for name, value in tensors.items():
+            kind, _, rest = name.partition(".")
+            owned = f"{kind}." == ADAPTER or self._owners[ADAPTER + rest.partition(".")[2]] == rank
+            if owned:
+                found[name] = value
+        return found
+
+    async def _timed(self, link: TrainingLink, work: Awaitable[T]) -> T:
+        started = time.perf_counter()
+        result = await work
+        spent_s = time.perf_counter() - started
+        self._seconds_by_peer[link.peer] = self._seconds_by_peer.get(link.peer, 0.0) + spent_s
+        return result
+
+
+def assign_owners(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Which of `count` nodes updates each parameter: the largest first, to the one with least."""
+    loads, owners = [0] * count, {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = rank = loads.index(min(loads))
+        loads[rank] += sizes[name]
+    return owners
+
+
+def _add(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Sums of tensors by name, in the order of `parts`."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            found[name] = found[name] + value if name in found else value
+    return found
