@@ -244,7 +244,7 @@ MISDEEDS = (
     Misdeed("another span's names", TrainTensor, first_block, "bad_tensor"),
     Misdeed("no block's names", TrainTensor, no_digits, "bad_tensor"),
     Misdeed("shape in a state", TrainTensor, another_shape, "bad_tensor"),
-    Misdeed("endless state", TrainState, endless_state, "bad_tensor"),
+    Misdeed("endless state", TrainState, endless_state, "too_large"),
     Misdeed("computes nothing", TrainOutput, silence, "not_answered", after=1),
     Misdeed("busy for ever", TrainOutput, silence, "not_answered", after=1),
     Misdeed("probes without end", TrainGradient, probes, "lost", answers_pings=False),
