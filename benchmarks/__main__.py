@@ -40,6 +40,8 @@ from benchmarks import (
     swarm,
     thread_settings,
     training,
+    training_load,
+    training_swarm,
     tuning,
 )
 from benchmarks.gateway import bench as gateway
@@ -81,6 +83,8 @@ BENCHMARKS: dict[str, ModuleType] = {
     "stability": stability,
     "swarm": swarm,
     "training": training,
+    "training-load": training_load,
+    "training-swarm": training_swarm,
     "tuning": tuning,
     "wan": wan,
 }

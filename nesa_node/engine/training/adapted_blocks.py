@@ -64,7 +64,7 @@ class MicroBatch:
 class AdaptedBlocks:
     """A span's blocks with trainable adapters, run one block at a time.
 
-    Not thread-safe: the device's thread owns it.
+    Not thread-safe: one thread owns it.
     """
 
     def __init__(

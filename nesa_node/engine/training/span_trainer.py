@@ -65,7 +65,7 @@ class _Kept:
 class SpanTrainer:
     """Adapters of a span, their optimizer, and the step that is under way.
 
-    Not thread-safe: the device's thread owns it. Methods raise `ProtocolError` for what does not
+    Not thread-safe: one thread owns it. Methods raise `ProtocolError` for what does not
     belong to this step, and change nothing then.
     """
 

@@ -24,6 +24,7 @@ from nesa_node.server.adapters.adapter_server import AdapterServer
 from nesa_node.server.adapters.loaded_adapters import LoadedAdapters
 from nesa_node.server.node.announcer import Capacity
 from nesa_node.server.node.span_choice import NodeModel, count_cache_tokens
+from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.admission import Admission, AdmissionLimits
 from nesa_node.server.session.message_loop import RefusalLog
@@ -87,38 +88,41 @@ async def open_span(
     tokens = count_cache_tokens(config, blocks)
     pool = await device.run(partial(blocks.new_pool, tokens))
     admission = Admission(_limits(config, blocks, tokens), pool)
-    training = TrainingServer(
-        swarm,
-        served.checkpoint,
-        blocks,
-        device,
-        TrainingMemory(_count_training_bytes(config, blocks, tokens)),
-        step_timeout_s=config.step_timeout_s,
-        idle_timeout_s=config.idle_timeout_s,
-    )
-    server = SessionServer(
-        swarm,
-        served.model_id,
-        blocks,
-        scheduler,
-        admission,
-        training,
-        LoadedAdapters(blocks, adapters, gib_to_bytes(config.adapter_memory_gib) or 0),
-        swarm_key=secret_text(config.swarm_key),
-        step_timeout_s=config.step_timeout_s,
-        idle_timeout_s=config.idle_timeout_s,
-        refusals=refusals,
-    )
-    try:
-        yield ServedSpan(
-            blocks=blocks,
-            throughput=throughput,
-            admission=admission,
-            server=server,
-            scheduler=scheduler,
+    async with open_executor(is_background=True) as background:
+        # A GPU runs what it is given in order, whichever thread gives it.
+        executor = background if blocks.device.type == "cpu" else device
+        training = TrainingServer(
+            swarm,
+            served.checkpoint,
+            blocks,
+            executor,
+            TrainingMemory(_count_training_bytes(config, blocks, tokens)),
+            step_timeout_s=config.step_timeout_s,
+            idle_timeout_s=config.idle_timeout_s,
         )
-    finally:
-        await server.close()
+        server = SessionServer(
+            swarm,
+            served.model_id,
+            blocks,
+            scheduler,
+            admission,
+            training,
+            LoadedAdapters(blocks, adapters, gib_to_bytes(config.adapter_memory_gib) or 0),
+            swarm_key=secret_text(config.swarm_key),
+            step_timeout_s=config.step_timeout_s,
+            idle_timeout_s=config.idle_timeout_s,
+            refusals=refusals,
+        )
+        try:
+            yield ServedSpan(
+                blocks=blocks,
+                throughput=throughput,
+                admission=admission,
+                server=server,
+                scheduler=scheduler,
+            )
+        finally:
+            await server.close()
 
 
 def _load(served: NodeModel, span: Span) -> ModelBlocks:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -293,6 +296,8 @@ class MicrobatchTuner:
 T = TypeVar("T")
 
 LOAD_WINDOW_S = 30.0
+BACKGROUND_NICENESS = 15
+"""Of threads that train: beside one that decodes they get a thirtieth of a core's time."""
 
 
 class Executor:
@@ -363,10 +368,24 @@ class Executor:
 
 
 @asynccontextmanager
-async def open_executor() -> AsyncIterator[Executor]:
-    pool = ThreadPoolExecutor(1, thread_name_prefix="nesa-device")
+async def open_executor(*, is_background: bool = False) -> AsyncIterator[Executor]:
+    """With `is_background` its thread, and those that torch starts for it, get what time is left.
+
+    Only on Linux, where threads have priorities of their own.
+    """
+    pool = ThreadPoolExecutor(
+        1,
+        thread_name_prefix="nesa-background" if is_background else "nesa-device",
+        initializer=_lower_priority if is_background else None,
+    )
     try:
         yield Executor(pool)
     finally:
         ending = asyncio.to_thread(pool.shutdown, cancel_futures=True)
         await wait_until_done(asyncio.ensure_future(ending))
+
+
+def _lower_priority() -> None:
+    """Of this thread, for Linux's scheduler."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)

@@ -83,7 +83,7 @@ class TrainingServer:
             hand_over=opened.hand_over,
         )
         with self.memory.reserve(stream.peer, need) as keep:
-            # Not in the device's thread, which would stand still for seconds the first time.
+            # Not in a thread that computes, which would stand still for seconds the first time.
             await asyncio.to_thread(importlib.import_module, "peft")
             trainer = await self._build(
                 stream.peer,
@@ -107,7 +107,7 @@ class TrainingServer:
                 log.info("training_closed", blocks=str(blocks.span), steps=trainer.applied)
 
     async def _build(self, peer: PeerId, make: Callable[[], SpanTrainer]) -> SpanTrainer:
-        """Make adapters, one session's at a time, beside the device's thread.
+        """Make adapters, one session's at a time, beside the threads that compute.
 
         PEFT takes a fraction of a second to seconds of Python for a model, in which iterations go
         on. Raises `BusyError` for a peer that opens too often, and `ProtocolError`.
