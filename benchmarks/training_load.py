@@ -31,7 +31,7 @@ from benchmarks.swarms import open_swarm
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.training.finetuning_session import FinetuningOptions
 
-DEFAULTS = Options(model="250m", nodes=(1, 3), threads=(1,), runs=3, seconds=30.0)
+DEFAULTS = Options(model="250m", nodes=(1, 3), threads=(1,), runs=5, seconds=15.0)
 QUICK = Options(model="tiny", nodes=(1,), threads=(1,), runs=1, seconds=2.0)
 MICRO_BATCHES = 4
 TRAINED_TOKENS = 512
