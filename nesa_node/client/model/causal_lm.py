@@ -238,11 +238,12 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
     ) -> FinetuningSession:
         """Open a session that trains adapters on the nodes of the swarm.
 
-        `config` is PEFT's (`peft.LoraConfig`, `peft.IA3Config`), a `BottleneckConfig` or a
-        `DeepPromptConfig`. Adapters have the initial values that PEFT gives them in one process
-        after `torch.manual_seed(seed)`. Blocks that the client keeps (`client_blocks`) are trained
-        here. Raises `ConfigError` for adapters that nodes do not train and for a checkpoint of
-        another session, `MissingBlocksError` and `RefusedError` where nodes do not.
+        `config` is PEFT's (`peft.LoraConfig`, `peft.IA3Config`, `peft.PromptTuningConfig`), a
+        `BottleneckConfig` or a `DeepPromptConfig`. Adapters have the initial values that PEFT gives
+        them in one process after `torch.manual_seed(seed)`. Blocks that the client keeps
+        (`client_blocks`), and the prompt of a `PromptTuningConfig`, are trained here. Raises
+        `ConfigError` for adapters that nodes do not train and for a checkpoint of another session,
+        `MissingBlocksError` and `RefusedError` where nodes do not.
         """
         require_training()
         from nesa_node.client.training.finetuning_session import (
@@ -254,6 +255,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
 
         opener = TrainingOpener(
             self._checkpoint,
+            self.ends.embedder,
             self._layers,
             self._ensure_connection,
             config,
@@ -265,8 +267,9 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             self._loop,
             opener.open,
             opener.spec,
-            config,
+            opener.config,
             options or FinetuningOptions(),
+            prompt=opener.prompt,
             model_id=opener.model_id,
             base_model=self._checkpoint.name,
             model_config=self.config,

@@ -25,7 +25,7 @@ class CheckpointLabel:
 
     model_id: str
     spec: str
-    """Hexadecimal digits of the encoded `TrainingSpec`."""
+    """Hexadecimal digits of the encoded `TrainingSpec`, and the label of the client's prompt."""
     data: str = ""
     """Digest of the order of micro-batches; empty if the caller makes them."""
 

@@ -27,7 +27,13 @@ from nesa_node.client.training.checkpoint_file import (
     load_checkpoint,
     save_checkpoint,
 )
-from nesa_node.client.training.data.batches import MicroBatchData, row_lengths, split_rows
+from nesa_node.client.training.data.batches import (
+    MicroBatchData,
+    add_virtual_tokens,
+    prepend_virtual_tokens,
+    row_lengths,
+    split_rows,
+)
 from nesa_node.client.training.data.examples import IGNORED
 from nesa_node.client.training.recorded_steps import RecordedPass
 from nesa_node.client.training.replica_group import ReplicaOptions, ZeroStage
@@ -36,6 +42,7 @@ from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_span import SpanState
 from nesa_node.core.errors import ConfigError
+from nesa_node.engine.training.prompted_input import PromptedInput
 from nesa_node.engine.training.text_layout import TextLayout
 from nesa_node.engine.training.training_spec import TrainingSpec
 from nesa_node.routing.chains import Hop
@@ -132,20 +139,27 @@ class FinetuningSession:
         config: AdapterConfig,
         options: FinetuningOptions,
         *,
+        prompt: PromptedInput | None,
         model_id: str,
         base_model: str,
         model_config: PretrainedConfig,
         generation_config: GenerationConfig,
     ) -> None:
-        """Open sessions at nodes. Raises what `TrainingChain.open` raises, and `ConfigError`."""
+        """Open sessions at nodes. Raises what `TrainingChain.open` raises, and `ConfigError`.
+
+        `prompt` is the chain's first span, if the client trains one.
+        """
         self.options = options
         self.config = config
+        self.num_virtual_tokens = 0 if prompt is None else prompt.num_virtual_tokens
+        """Trained vectors before each text, which count as its tokens."""
         self._ends = ends
+        self._embed = ends.embedder.embed_batch if prompt is None else prompt.embed_batch
         self._loop = loop
         self._seed = spec.seed
         self._base_model = base_model
-        encoded = spec.encode()
-        self._label = CheckpointLabel(model_id, encoded.hex(), options.data_digest)
+        trained = spec.encode().hex() + ("" if prompt is None else f" {prompt.label}")
+        self._label = CheckpointLabel(model_id, trained, options.data_digest)
         state = None
         if options.checkpoint_path is not None:
             state = load_checkpoint(options.checkpoint_path, self._label)
@@ -308,15 +322,16 @@ class FinetuningSession:
         self, batch: Sequence[MicroBatchData] | Mapping[str, Tensor]
     ) -> list[MicroBatchData]:
         if isinstance(batch, Mapping):
-            return self._split_rows(batch)
-        for each in batch:
+            return self._split_rows(prepend_virtual_tokens(batch, self.num_virtual_tokens))
+        micro = [add_virtual_tokens(each, self.num_virtual_tokens) for each in batch]
+        for each in micro:
             tokens = each.ids_RL.numel()
             if tokens > self.options.max_tokens:
                 raise ConfigError(
                     f"a micro-batch of {tokens} tokens; this session takes at most "
                     f"{self.options.max_tokens} (max_tokens)"
                 )
-        return list(batch)
+        return micro
 
     def _split_rows(self, batch: Mapping[str, Tensor]) -> list[MicroBatchData]:
         """Rows of a batch as micro-batches of as many rows as fit."""
@@ -345,12 +360,12 @@ class FinetuningSession:
         return layout, self._dropout_seed(number), hidden_TD
 
     def embed(self, ids_RL: Tensor, layout: TextLayout) -> Tensor:
-        """Embed ids at the positions of their texts: [R, L, D]."""
+        """Make the chain's input [R, L, D] of ids, at the positions of their texts."""
         batch = layout.make_batch(0)
         positions_RL = batch.positions_RL
         if positions_RL is None:
             positions_RL = torch.arange(ids_RL.shape[1]).expand(ids_RL.shape)
-        return self._ends.embedder.embed_batch(ids_RL, positions_RL)
+        return self._embed(ids_RL, positions_RL)
 
     def _dropout_seed(self, number: int) -> int:
         """Seed of a micro-batch: the same when its step runs again."""

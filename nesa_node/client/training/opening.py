@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from nesa_node.client.model.layers import LocalConnection
@@ -16,8 +17,10 @@ from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
 from nesa_node.core.errors import UnsupportedFeatureError
 from nesa_node.core.ids import ModelId, Span
+from nesa_node.engine.model.loading import Embedder
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, find_adapter_shapes
 from nesa_node.engine.training.adapters import OptimizerConfig
+from nesa_node.engine.training.prompted_input import PromptedInput, is_prompt_tuning
 from nesa_node.engine.training.span_trainer import SpanTrainer
 from nesa_node.engine.training.training_spec import TrainingSpec, make_spec
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
@@ -33,6 +36,7 @@ class TrainingOpener:
     def __init__(
         self,
         checkpoint: Checkpoint,
+        embedder: Embedder,
         layers: Sequence[tuple[SwarmConnection | None, Span]],
         connect: Callable[[], SwarmConnection],
         config: AdapterConfig,
@@ -45,10 +49,17 @@ class TrainingOpener:
         """
         self.model_id: ModelId = compute_model_id(checkpoint)
 
+        self.prompt: PromptedInput | None = None
+        """What the client itself trains, for a shallow prompt."""
+        if is_prompt_tuning(config):
+            self.prompt = PromptedInput(config, embedder, checkpoint, seed=seed)
+        self.config = config if self.prompt is None else self.prompt.config
+
         def find_modules() -> Iterator[str]:
             return (name for name, _ in Skeleton(checkpoint).model.named_modules())
 
-        self.spec: TrainingSpec = make_spec(config, optimizer, seed, find_modules=find_modules)
+        on_nodes = config if self.prompt is None else None
+        self.spec: TrainingSpec = make_spec(on_nodes, optimizer, seed, find_modules=find_modules)
         self._checkpoint = checkpoint
         self._local = [
             (connection, span)
@@ -74,17 +85,22 @@ class TrainingOpener:
         shapes = await asyncio.to_thread(
             find_adapter_shapes, self._checkpoint, self.spec.make_config(), self._remote
         )
-        opening = self._connection.open_training(
-            self._remote,
-            spec=self.spec,
-            shapes=shapes,
-            limits=limits,
-            replicas=replicas,
-            state=state,
-            local=local,
-        )
-        async with opening as chain:
-            yield chain
+        with ExitStack() as stack:
+            if self.prompt is not None:
+                worker = stack.enter_context(ThreadPoolExecutor(1, "nesa-prompt"))
+                trainer = SpanTrainer(self.prompt, self.spec.optimizer)
+                local.insert(0, LocalTrainingSpan(trainer, worker))
+            opening = self._connection.open_training(
+                self._remote,
+                spec=self.spec,
+                shapes=shapes,
+                limits=limits,
+                replicas=replicas,
+                state=state,
+                local=local,
+            )
+            async with opening as chain:
+                yield chain
 
     def _make_local(self) -> list[LocalTrainingSpan]:
         made = []

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from nesa_node.client.model.generation_options import refuse_forward_arguments
 from nesa_node.client.model.head import EmbeddingAndHead
-from nesa_node.client.training.data.batches import row_lengths, split_rows
+from nesa_node.client.training.data.batches import prepend_virtual_tokens, row_lengths, split_rows
 from nesa_node.client.training.recorded_steps import RecordedPass
 from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
 from nesa_node.engine.training.text_layout import TextLayout, plain_layout
@@ -45,6 +45,8 @@ class TrainingPasses(Protocol):
 
     @property
     def num_backwards(self) -> int: ...
+
+    num_virtual_tokens: int
 
     def embed(self, ids_RL: Tensor, layout: TextLayout) -> Tensor: ...
 
@@ -73,10 +75,11 @@ class TrainableModel(nn.Module):
         session.optimizer.step()
         session.optimizer.zero_grad()
 
-    The adapters, their gradients and the optimizer's state are on the nodes. Here `anchor` is the
-    only parameter: an empty one, which brings autograd and the optimizer together. Therefore
-    torch's clipping of gradients, and Trainer's, have nothing to clip and report a norm of 0. The
-    session clips the gradients of all nodes together, by `FinetuningOptions.max_grad_norm`.
+    The adapters, their gradients and the optimizer's state are on the nodes; a shallow prompt's are
+    the session's. Here `anchor` is the only parameter: an empty one, which brings autograd and the
+    optimizer together. Therefore torch's clipping of gradients, and Trainer's, have nothing to clip
+    and report a norm of 0. The session clips all gradients together, by
+    `FinetuningOptions.max_grad_norm`.
 
     In train mode, where gradients are enabled, nodes draw dropout and keep what a backward needs.
     A pass that never goes backward has no part in the step. In eval mode, and under
@@ -129,8 +132,10 @@ class TrainableModel(nn.Module):
 
         `attention_mask` [R, L] may hide padding at the right, whose logits are zeros.
         `position_ids` [R, L] that begin at 0 again within a row separate texts that do not see each
-        other. Labels are not shifted, and those of -100 are ignored; with `num_items_in_batch` the
-        loss is their sum divided by it. Results are on the device of `input_ids`.
+        other. With a shallow prompt of P virtual tokens, logits are [R, P + L, V], as PEFT's are,
+        and rows have one text. Labels are not shifted, and those of -100 are ignored; with
+        `num_items_in_batch` the loss is their sum divided by it. Results are on the device of
+        `input_ids`.
 
         Raises `ConfigError` for rows that are too long, and shapes, padding or positions that do
         not fit; `UnsupportedFeatureError` and `TypeError` for other arguments of transformers'
@@ -141,7 +146,20 @@ class TrainableModel(nn.Module):
             raise ConfigError("a batch needs input_ids with a row of tokens for each text")
         _check_shapes(input_ids, attention_mask=attention_mask, labels=labels)
         lengths = row_lengths(attention_mask, input_ids)
-        batch = self._embed(input_ids, _find_texts(position_ids, input_ids, lengths), lengths)
+        texts = _find_texts(position_ids, input_ids, lengths)
+        if count := self._passes.num_virtual_tokens:
+            if any(len(row) > 1 for row in texts):
+                raise UnsupportedFeatureError(
+                    "a prompt comes before each row, and position_ids separate texts in one: give "
+                    "each text a row of its own"
+                )
+            lengths = [count + length for length in lengths]
+            texts = list(plain_layout(lengths).texts)
+            wide = prepend_virtual_tokens({"input_ids": input_ids}, count)
+            input_ids = wide["input_ids"]
+            if labels is not None:
+                labels = prepend_virtual_tokens({"labels": labels}, count)["labels"]
+        batch = self._embed(input_ids, texts, lengths)
         logits_TV = self._ends.logits_with_gradients(self._run_blocks(batch))
         logits_RLV = _to_rows(logits_TV, lengths, input_ids.shape[1]).to(input_ids.device)
         loss: Any = None

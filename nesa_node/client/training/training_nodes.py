@@ -37,6 +37,7 @@ TEMPORARY_CODES = frozenset(
     {"draining", "idle_timeout", "not_computed", "stale_step", "wrong_blocks", "closed"}
 )
 """Codes after which a node may be used again later. A node with another one is left out."""
+_NO_BLOCK = -1
 
 
 class TrainingNodes:
@@ -254,11 +255,14 @@ class TrainingNodes:
 
 
 def select_blocks(state: Mapping[str, V], span: Span) -> dict[str, V]:
-    """Tensors of a span's blocks: their names have the block's index as the first number."""
-    blocks = range(span.start, span.end)
+    """Tensors of a span's blocks. Those of no block belong to a span that has none."""
+    blocks = range(span.start, span.end) or (_NO_BLOCK,)
     return {name: value for name, value in state.items() if block_of(name) in blocks}
 
 
 def block_of(name: str) -> int:
-    """Index of the block that a tensor of a state or of an adapter belongs to."""
-    return next(int(part) for part in name.split(".") if part.isdigit())
+    """Index of the block that a tensor of a state or of an adapter belongs to.
+
+    It is the first number in the name; -1 without any.
+    """
+    return next((int(part) for part in name.split(".") if part.isdigit()), _NO_BLOCK)

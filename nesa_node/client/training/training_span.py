@@ -92,7 +92,7 @@ class TrainingSpan(Protocol):
 
 
 class LocalTrainingSpan:
-    """Blocks that the client keeps, trained in their `worker`'s one thread."""
+    """What the client trains itself, in its `worker`'s one thread: blocks, or the first input."""
 
     def __init__(self, trainer: SpanTrainer, worker: ThreadPoolExecutor) -> None:
         self.span = trainer.blocks.span

@@ -51,6 +51,10 @@ class Embedder:
     def dtype(self) -> torch.dtype:
         return self._weight.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self._weight.device
+
     @torch.inference_mode()
     def __call__(self, ids_L: Tensor, position: int) -> Tensor:
         """Embed int64 ids at positions `position` to `position + L` of their sequence.
@@ -85,18 +89,35 @@ class Embedder:
 
         Raises as `__call__` does.
         """
+        embeds_RLD = self.embed_tokens(ids_RL, positions_RL)
+        return self.complete(embeds_RLD, positions_RL.to(self._weight.device))
+
+    @torch.no_grad()
+    def embed_tokens(self, ids_RL: Tensor, positions_RL: Tensor) -> Tensor:
+        """Token embeddings alone of R sequences of L ids, for `complete`.
+
+        Raises as `__call__` does.
+        """
         if int(positions_RL.max()) >= self.context_length:
             longest = int(positions_RL.max()) + 1
             raise ContextLengthError(f"{longest} tokens; the model holds {self.context_length}")
         self._check_ids(ids_RL.flatten())
-        return self._embed(ids_RL, positions_RL.to(self._weight.device))
+        embeds_RLD: Tensor = self.token_embedding(ids_RL.to(self._weight.device))
+        return embeds_RLD
 
     def _check_ids(self, ids_L: Tensor) -> None:
         if len(ids_L) and not 0 <= int(ids_L.min()) <= int(ids_L.max()) < self.vocab_size:
             raise ValueError(f"token ids must be 0 to {self.vocab_size - 1}")
 
     def _embed(self, ids_L: Tensor, positions_L: Tensor | None) -> Tensor:
-        hidden_LD: Tensor = self.token_embedding(ids_L.to(self._weight.device))
+        return self.complete(self.token_embedding(ids_L.to(self._weight.device)), positions_L)
+
+    def complete(self, embeds_LD: Tensor, positions_L: Tensor | None) -> Tensor:
+        """Make the first block's input [..., L, D] of token embeddings, as the family does.
+
+        `positions_L` are on the model's device. In the caller's gradient mode.
+        """
+        hidden_LD = embeds_LD
         if self._projection_in is not None:
             hidden_LD = self._projection_in(hidden_LD)
         if self._positions is not None and positions_L is not None:

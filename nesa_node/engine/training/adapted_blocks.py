@@ -97,7 +97,7 @@ class AdaptedBlocks:
         layers = dict(enumerate(_layers(decoder, family), self.span.start))
         if isinstance(config, BottleneckConfig | DeepPromptConfig):
             for index in layers:
-                with _initializing(_block_seed(seed, index)):
+                with initializing(_block_seed(seed, index)):
                     self._edges[index] = config.make_module(served.hidden_size).to(self.device)
         elif config is not None:
             require_supported(config)
@@ -119,6 +119,10 @@ class AdaptedBlocks:
                 if value.requires_grad:
                     value.data = value.data.float()
                     self.parameters[_peft_name(path, name)] = value
+
+    @property
+    def indexes(self) -> range:
+        return range(self.span.start, self.span.end)
 
     def run_block(
         self, index: int, hidden_RLD: Tensor, batch: MicroBatch, *, dropout: bool = True
@@ -218,7 +222,7 @@ def _block_seed(seed: int, index: int) -> int:
 
 
 @contextmanager
-def _initializing(seed: int) -> Iterator[None]:
+def initializing(seed: int) -> Iterator[None]:
     """Let torch's initializers draw from `seed`, and leave the process's random numbers alone."""
     with initializer_lock, _random_numbers, torch.random.fork_rng([]):
         torch.manual_seed(seed)
@@ -228,7 +232,7 @@ def _initializing(seed: int) -> Iterator[None]:
 def _inject(skeleton: Skeleton, config: PeftConfig, seed: int) -> None:
     from peft import inject_adapter_in_model
 
-    with _initializing(seed), warnings.catch_warnings():
+    with initializing(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what PEFT changes in the config to fit the model
         try:
             inject_adapter_in_model(copy.deepcopy(config), skeleton.model, _ADAPTER)

@@ -161,14 +161,23 @@ class OptimizerConfig:
         )
 
 
+def get_kind(config: Any) -> str:
+    """`peft_type` of a config of PEFT, such as "LORA"; empty for one of this project's."""
+    kind = getattr(config, "peft_type", "")
+    return str(getattr(kind, "value", kind))
+
+
 def require_supported(config: Any) -> None:
     """Check a config of PEFT.
 
     Raises `ConfigError` for what would train, or read, other weights than the adapters'.
     """
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    kind = get_kind(config)
     if kind not in ("LORA", "IA3"):
-        raise ConfigError(f"{kind} adapters cannot be trained on nodes; LORA and IA3 can")
+        raise ConfigError(
+            f"{kind} adapters cannot be trained on nodes; LORA and IA3 can, and a client trains "
+            "PROMPT_TUNING itself"
+        )
     if getattr(config, "modules_to_save", None):
         raise ConfigError("modules_to_save: only adapters are trained in a swarm")
     if getattr(config, "bias", "none") != "none":

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nesa_node.core.errors import ProtocolError
-from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
+from nesa_node.core.ids import Span
+from nesa_node.engine.training.adapted_blocks import MicroBatch
 from nesa_node.engine.training.adapters import OptimizerConfig
 from nesa_node.engine.training.training_state import ADAPTER, StateShapes
 
@@ -62,6 +63,25 @@ class _Kept:
         return self.hidden_RLD.nbytes + sum(each.nbytes for each in self.inputs[1:])
 
 
+class TrainableSpan(Protocol):
+    """What is trained: `AdaptedBlocks`, or the input before them (`PromptedInput`)."""
+
+    span: Span
+    device: torch.device
+    dtype: torch.dtype
+    hidden_size: int
+    parameters: dict[str, nn.Parameter]
+
+    @property
+    def indexes(self) -> Sequence[int]:
+        """What `run_block` is called with, in order."""
+        ...
+
+    def run_block(
+        self, index: int, hidden_RLD: Tensor, batch: MicroBatch, *, dropout: bool = True
+    ) -> Tensor: ...
+
+
 class SpanTrainer:
     """Adapters of a span, their optimizer, and the step that is under way.
 
@@ -71,7 +91,7 @@ class SpanTrainer:
 
     def __init__(
         self,
-        blocks: AdaptedBlocks,
+        blocks: TrainableSpan,
         optimizer: OptimizerConfig,
         *,
         keep: Keep = "inputs",
@@ -134,7 +154,7 @@ class SpanTrainer:
         """Return the span's output without dropout, and keep nothing."""
         _require_finite(hidden_RLD, "hidden states")
         hidden_RLD = hidden_RLD.detach().to(self.blocks.device, self.blocks.dtype)
-        for index in range(self.blocks.span.start, self.blocks.span.end):
+        for index in self.blocks.indexes:
             with torch.no_grad():
                 hidden_RLD = self.blocks.run_block(index, hidden_RLD, batch, dropout=False)
             yield
@@ -161,7 +181,7 @@ class SpanTrainer:
         if not kept.inputs:
             yield from self._run_blocks(kept, keep="inputs")
         grad_RLD = grad_RLD.to(self.blocks.device, self.blocks.dtype)
-        for index in reversed(range(self.blocks.span.start, self.blocks.span.end)):
+        for index in reversed(self.blocks.indexes):
             input_RLD = kept.inputs.pop().requires_grad_()
             if kept.outputs:
                 output_RLD = kept.outputs.pop()
@@ -177,7 +197,7 @@ class SpanTrainer:
 
     def _run_blocks(self, kept: _Kept, *, keep: Keep) -> BlockByBlock:
         hidden_RLD = kept.hidden_RLD
-        for index in range(self.blocks.span.start, self.blocks.span.end):
+        for index in self.blocks.indexes:
             if keep == "activations":
                 hidden_RLD = hidden_RLD.detach().requires_grad_()
             if keep != "input":

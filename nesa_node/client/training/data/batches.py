@@ -5,7 +5,7 @@ R rows of a micro-batch, L tokens of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from nesa_node.client.training.data.examples import IGNORED, TrainingExample
 from nesa_node.core.errors import ConfigError
@@ -20,6 +21,8 @@ from nesa_node.core.errors import ConfigError
 _OPEN_ROWS = 64
 """Rows in which a packed text may find room: what bounds the time to pack many."""
 MAX_SEED = (1 << 63) - 1
+_VIRTUAL = {"input_ids": 0, "attention_mask": 1, "labels": IGNORED}
+"""What a virtual token has in the tensors of a batch: a place, and no target."""
 
 
 class _Stream(IntEnum):
@@ -54,11 +57,15 @@ class PackedLayout:
     """
 
     max_tokens: int
+    num_virtual_tokens: int = 0
+    """That a session puts before each text: there is room for them in a row."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError`."""
         if self.max_tokens < 1:
             raise ConfigError(f"a packed row needs at least one token, got {self.max_tokens}")
+        if self.num_virtual_tokens < 0:
+            raise ConfigError(f"num_virtual_tokens is negative: {self.num_virtual_tokens}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +150,7 @@ class BatchOrder:
         return [indexes[start : start + rows] for start in range(0, len(indexes), rows)]
 
     def _pack(self, layout: PackedLayout) -> list[Sequence[int]]:
-        longest = max(self._lengths)
+        longest = max(self._lengths) + layout.num_virtual_tokens
         if longest > layout.max_tokens:
             raise ConfigError(
                 f"an example has {longest} tokens, and a packed row holds {layout.max_tokens}: "
@@ -152,7 +159,7 @@ class BatchOrder:
         rows: list[list[int]] = []
         rooms: list[int] = []
         for index in _draw_order(len(self._examples), self._seed, _Stream.PACKING).tolist():
-            length = self._lengths[index]
+            length = self._lengths[index] + layout.num_virtual_tokens
             first = max(0, len(rows) - _OPEN_ROWS)
             for row in range(first, len(rows)):
                 if length <= rooms[row]:
@@ -228,6 +235,34 @@ def _draw_order(count: int, seed: int, *stream: int) -> NDArray[np.intp]:
     """
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=stream))
     return np.argsort(bits.random_raw(count), kind="stable")
+
+
+def prepend_virtual_tokens(batch: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Put `count` virtual tokens before each row of a batch's `input_ids`, `labels` and mask."""
+    return {
+        name: functional.pad(batch[name], (count, 0), value=fill)
+        for name, fill in _VIRTUAL.items()
+        if name in batch
+    }
+
+
+def add_virtual_tokens(micro: MicroBatchData, count: int) -> MicroBatchData:
+    """Put `count` virtual tokens before each text of a micro-batch."""
+    rows, columns = micro.ids_RL.shape
+    pieces = list(micro.text_lengths[0]) if rows == 1 else [columns]
+    texts = zip(
+        torch.split(micro.ids_RL, pieces, 1), torch.split(micro.labels_RL, pieces, 1), strict=True
+    )
+    wide = [
+        prepend_virtual_tokens({"input_ids": ids_RL, "labels": labels_RL}, count)
+        for ids_RL, labels_RL in texts
+    ]
+    return MicroBatchData(
+        torch.cat([each["input_ids"] for each in wide], 1),
+        torch.cat([each["labels"] for each in wide], 1),
+        tuple(tuple(count + length for length in row) for row in micro.text_lengths),
+        micro.num_targets,
+    )
 
 
 def row_lengths(mask_RL: Tensor | None, ids_RL: Tensor) -> list[int]:
