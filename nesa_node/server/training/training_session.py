@@ -336,7 +336,7 @@ class TrainingSession:
                 return result
 
     async def _run(self, job: Callable[[], T]) -> T:
-        """Run `job` in the thread that trains. What it raises beside `ProtocolError` is answered."""
+        """Run `job` in the thread that trains. Its errors beside `ProtocolError` are answered."""
         try:
             return await self._executor.run(job)
         except ProtocolError:
