@@ -6,6 +6,7 @@ R rows, L tokens of each, V vocabulary.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ from nesa_node.client.training.adapter_folder import WEIGHTS_NAME
 from nesa_node.client.training.data.batches import MicroBatchData
 from nesa_node.client.training.finetuning_session import FinetuningOptions
 from nesa_node.core.errors import ConfigError, RefusedError
-from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig
+from nesa_node.engine.training.adapters import (
+    BottleneckConfig,
+    DeepPromptConfig,
+    OptimizerConfig,
+)
 from tests.engine.chained import distance
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS, remove_dropout
@@ -194,3 +199,42 @@ def test_what_nodes_do_not_train_is_refused_by_name(folder: Path, tmp_path: Path
                 model.finetuning_session(config)
         with pytest.raises(RefusedError, match="lends no memory"):
             model.finetuning_session(CONFIG)
+
+
+def test_training_goes_on_with_an_adapter(folder: Path, tmp_path: Path) -> None:
+    """PEFT trains three steps and saves; the swarm's next step is PEFT's next one."""
+    expected, _, _ = train_reference(folder, 3)
+    expected.save_pretrained(tmp_path / "begun")
+    losses, norms = [], []
+    for step in (7, 8):
+        loss = expected(**make_batch(step), use_cache=False).loss
+        losses.append(float(loss.detach()))
+        loss.backward()
+        values = [each for each in expected.parameters() if each.requires_grad]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(values, math.inf)))
+        with torch.no_grad():
+            for value in values:
+                value -= 0.1 * value.grad
+                value.grad = None
+    with (
+        in_process_swarm(folder, thirds(BLOCKS), tmp_path) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32
+        ) as model,
+    ):
+        free = FinetuningOptions(learning_rate=0.1, max_grad_norm=None, max_tokens=40)
+        for begun in (tmp_path / "begun", tmp_path / "again"):
+            with model.finetuning_session(
+                begun, optimizer=OptimizerConfig("sgd"), options=free
+            ) as session:
+                session.save_pretrained(tmp_path / "again")
+                results = [session.step(make_batch(step)) for step in (7, 8)]
+            assert [each.loss for each in results] == pytest.approx(losses, rel=1e-5)
+            assert [each.grad_norm for each in results] == pytest.approx(norms, rel=1e-5)
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(ConfigError, match="empty has no adapter to go on with"):
+            model.finetuning_session(tmp_path / "empty")
+        config = tmp_path / "again" / "adapter_config.json"
+        config.write_text(config.read_text().replace('"r": 4', '"r": 5'))
+        with pytest.raises(ConfigError, match=r"does not fit this model: .*\(5, "):
+            model.finetuning_session(tmp_path / "again")

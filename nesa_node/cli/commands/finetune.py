@@ -31,6 +31,8 @@ PLAIN_REPORT_STEPS = 10
 """Steps between two lines where no terminal shows the progress."""
 WARMUP_SHARE = 0.03
 DEFAULT_LENGTH = 1024
+INITIAL_NAME = "initial-adapter"
+"""Folder of a published adapter with which the training begins."""
 
 
 @Parameter(name="*")
@@ -94,6 +96,16 @@ class AdapterFlags:
             "for the model (default).",
         ),
     ] = "all-linear"
+
+    initial_adapter: Annotated[
+        str | None,
+        Parameter(
+            metavar="ADAPTER",
+            group=ADAPTER,
+            help="Go on with an adapter, a folder or a published name; it has its own kind, rank "
+            "and modules.",
+        ),
+    ] = None
 
     def make_config(self) -> AdapterConfig:
         """Raises `ConfigError`."""
@@ -251,6 +263,7 @@ def finetune(
     if output is None:
         raise ConfigError("--output is required: the folder of the adapter")
     config = resolve_initial_peers(config, config.model)
+    assert config.model is not None
     distributed, tokenizer = open_client_model(config)
     with exit_on_interrupt():
         from nesa_node.client.training.data.records import read_examples
@@ -270,9 +283,8 @@ def finetune(
             f"{found.num_skipped} skipped]",
             file=sys.stderr,
         )
-        run = _Run(
-            distributed, output, chosen, adapter or AdapterFlags(), training or TrainingFlags()
-        )
+        trained = _choose_adapter(adapter or AdapterFlags(), config, config.model, output)
+        run = _Run(distributed, output, chosen, trained, training or TrainingFlags())
         summary = run.train(found.examples, validation)
         save_last_swarm(config, config.model)
     _print_summary(summary, output)
@@ -289,6 +301,39 @@ def _choose_length(data: DataFlags, context_length: int) -> int:
     return data.max_length
 
 
+def _choose_adapter(
+    flags: AdapterFlags, config: ClientConfig, model: str, output: Path
+) -> AdapterConfig | Path:
+    """The config of new adapters, or the folder of one to go on with.
+
+    A published adapter is fetched into a folder of `output`, once.
+    """
+    if flags.initial_adapter is None:
+        return flags.make_config()
+    if flags != AdapterFlags(initial_adapter=flags.initial_adapter):
+        raise ConfigError(
+            "--initial-adapter has its own kind, rank and modules: leave out --method, --rank, "
+            "--alpha, --dropout and --target-modules"
+        )
+    folder = Path(flags.initial_adapter).expanduser()
+    if folder.is_dir():
+        return folder
+    from nesa_node.core.settings.declaration import secret_text
+    from nesa_node.server.adapters.requests import fetch_adapter
+
+    fetched = output / INITIAL_NAME
+    if not fetched.exists():
+        output.mkdir(parents=True, exist_ok=True)
+        fetch_adapter(
+            model,
+            flags.initial_adapter,
+            fetched,
+            initial_peers=config.initial_peers,
+            swarm_key=secret_text(config.swarm_key),
+        )
+    return fetched
+
+
 class _Run:
     """One run of the command: flags, and what they make."""
 
@@ -297,7 +342,7 @@ class _Run:
         model: DistributedModelForCausalLM,
         output: Path,
         data: DataFlags,
-        adapter: AdapterFlags,
+        adapter: AdapterConfig | Path,
         training: TrainingFlags,
     ) -> None:
         assert data.max_length is not None
@@ -349,7 +394,7 @@ class _Run:
         )
         optimizer = OptimizerConfig(training.optimizer, weight_decay=training.weight_decay)
         with self._model.finetuning_session(
-            self._adapter.make_config(), optimizer=optimizer, seed=training.seed, options=options
+            self._adapter, optimizer=optimizer, seed=training.seed, options=options
         ) as session:
             log = TrainingLog(self._output / LOG_NAME, session.applied)
             hops = ", ".join(f"…{hop.peer_id[-6:]} {hop.span}" for hop in session.hops)

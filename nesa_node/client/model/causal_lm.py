@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import Context
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -230,7 +231,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
 
     def finetuning_session(
         self,
-        config: AdapterConfig,
+        config: AdapterConfig | str | Path,
         *,
         optimizer: OptimizerConfig | None = None,
         seed: int = 0,
@@ -240,7 +241,8 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
 
         `config` is PEFT's (`peft.LoraConfig`, `peft.IA3Config`, `peft.PromptTuningConfig`), a
         `BottleneckConfig` or a `DeepPromptConfig`. Adapters have the initial values that PEFT gives
-        them in one process after `torch.manual_seed(seed)`. Blocks that the client keeps
+        them in one process after `torch.manual_seed(seed)`. Or it is the folder of an adapter, of
+        PEFT's or of `save_pretrained`, whose training goes on. Blocks that the client keeps
         (`client_blocks`), and the prompt of a `PromptTuningConfig`, are trained here. Raises
         `ConfigError` for adapters that nodes do not train and for a checkpoint of another session,
         `MissingBlocksError` and `RefusedError` where nodes do not.
@@ -270,6 +272,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             opener.config,
             options or FinetuningOptions(),
             prompt=opener.prompt,
+            initial_state=opener.initial_state,
             model_id=opener.model_id,
             base_model=self._checkpoint.name,
             model_config=self.config,

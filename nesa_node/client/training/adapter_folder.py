@@ -1,17 +1,20 @@
-"""The result of training as a folder that PEFT loads: weights as safetensors, and their config."""
+"""Adapters as folders that PEFT loads: weights as safetensors, and their config."""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from nesa_node.client.training.checkpoint_file import dump_json, write_atomically
+from nesa_node.core.errors import ConfigError
 from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig
 
 if TYPE_CHECKING:
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
 _PREFIX = "adapter."
+_COMMON_FIELDS = ("peft_type", "base_model_name_or_path")
 
 
 def save_adapter(
@@ -36,6 +40,38 @@ def save_adapter(
     }
     write_atomically(folder / WEIGHTS_NAME, save(weights, {"format": "pt"}))
     write_atomically(folder / CONFIG_NAME, dump_json(_describe(config, base_model)))
+
+
+def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, Tensor]]:
+    """Read what `save_adapter`, or PEFT, has written: the config, and parameters in float32.
+
+    Raises `ConfigError` for a folder that has no adapter.
+    """
+    try:
+        fields = json.loads((folder / CONFIG_NAME).read_text())
+        with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
+            values: dict[str, Tensor] = {
+                name: file.get_tensor(name).float()
+                for name in file.keys()  # noqa: SIM118  # it is no dictionary
+            }
+        return _make_config(folder, fields), values
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"{folder} has no adapter to go on with: {error}") from None
+
+
+def _make_config(folder: Path, fields: dict[str, Any]) -> AdapterConfig:
+    own = {name: value for name, value in fields.items() if name not in _COMMON_FIELDS}
+    match fields["peft_type"]:
+        case "NESA_BOTTLENECK":
+            return BottleneckConfig(**own)
+        case "NESA_DEEP_PROMPT":
+            return DeepPromptConfig(**own)
+        case _:
+            from peft import PeftConfig
+
+            config: PeftConfig = PeftConfig.from_pretrained(str(folder))
+            config.inference_mode = False
+            return config
 
 
 def _describe(config: AdapterConfig, base_model: str) -> dict[str, Any]:

@@ -25,7 +25,8 @@ class CheckpointLabel:
 
     model_id: str
     spec: str
-    """Hexadecimal digits of the encoded `TrainingSpec`, and the label of the client's prompt."""
+    """Hexadecimal digits of the encoded `TrainingSpec`, the label of the client's prompt, and the
+    digest of initial values."""
     data: str = ""
     """Digest of the order of micro-batches; empty if the caller makes them."""
 

@@ -43,6 +43,7 @@ from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_span import SpanState
 from nesa_node.core.errors import ConfigError
 from nesa_node.engine.training.prompted_input import PromptedInput
+from nesa_node.engine.training.span_trainer import hash_state
 from nesa_node.engine.training.text_layout import TextLayout
 from nesa_node.engine.training.training_spec import TrainingSpec
 from nesa_node.routing.chains import Hop
@@ -140,6 +141,7 @@ class FinetuningSession:
         options: FinetuningOptions,
         *,
         prompt: PromptedInput | None,
+        initial_state: SpanState | None,
         model_id: str,
         base_model: str,
         model_config: PretrainedConfig,
@@ -147,7 +149,8 @@ class FinetuningSession:
     ) -> None:
         """Open sessions at nodes. Raises what `TrainingChain.open` raises, and `ConfigError`.
 
-        `prompt` is the chain's first span, if the client trains one.
+        `prompt` is the chain's first span, if the client trains one. `initial_state` has the
+        adapters' values before the first step, if they are not those that PEFT would give them.
         """
         self.options = options
         self.config = config
@@ -159,6 +162,8 @@ class FinetuningSession:
         self._seed = spec.seed
         self._base_model = base_model
         trained = spec.encode().hex() + ("" if prompt is None else f" {prompt.label}")
+        if initial_state is not None:
+            trained += f" from {hash_state(initial_state.tensors).hex()}"
         self._label = CheckpointLabel(model_id, trained, options.data_digest)
         state = None
         if options.checkpoint_path is not None:
@@ -168,7 +173,7 @@ class FinetuningSession:
             max_kept_tokens=options.max_kept_tokens or 8 * options.max_tokens,
         )
         self._held: HeldContext[TrainingChain] = loop.hold(
-            open_chain(limits, options.replica_options, state)
+            open_chain(limits, options.replica_options, state or initial_state)
         )
         self.chain = self._held.value
         self.model = TrainableModel(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from nesa_node.client.model.layers import LocalConnection
 from nesa_node.client.session.base import SwarmConnection
 from nesa_node.client.session.connection import RemoteConnection
+from nesa_node.client.training.adapter_folder import read_adapter
 from nesa_node.client.training.replica_group import ReplicaOptions
 from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
-from nesa_node.core.errors import UnsupportedFeatureError
+from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
 from nesa_node.core.ids import ModelId, Span
 from nesa_node.engine.model.loading import Embedder
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, find_adapter_shapes
@@ -23,6 +28,7 @@ from nesa_node.engine.training.adapters import OptimizerConfig
 from nesa_node.engine.training.prompted_input import PromptedInput, is_prompt_tuning
 from nesa_node.engine.training.span_trainer import SpanTrainer
 from nesa_node.engine.training.training_spec import TrainingSpec, make_spec
+from nesa_node.engine.training.training_state import ADAPTER
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.skeleton import Skeleton
 
@@ -39,16 +45,20 @@ class TrainingOpener:
         embedder: Embedder,
         layers: Sequence[tuple[SwarmConnection | None, Span]],
         connect: Callable[[], SwarmConnection],
-        config: AdapterConfig,
+        config: AdapterConfig | str | Path,
         optimizer: OptimizerConfig,
         seed: int,
     ) -> None:
         """`layers` are as `DistributedModelForCausalLM` has them; `connect` joins the swarm.
 
-        Raises `ConfigError` for adapters that nodes do not train, and what joining raises.
+        `config` may be the folder of an adapter, which gives the initial values. Raises
+        `ConfigError` for adapters that nodes do not train or that do not fit the model, and what
+        joining raises.
         """
         self.model_id: ModelId = compute_model_id(checkpoint)
-
+        values: Mapping[str, Tensor] | None = None
+        if isinstance(config, str | Path):
+            config, values = read_adapter(Path(config))
         self.prompt: PromptedInput | None = None
         """What the client itself trains, for a shallow prompt."""
         if is_prompt_tuning(config):
@@ -61,6 +71,12 @@ class TrainingOpener:
         on_nodes = config if self.prompt is None else None
         self.spec: TrainingSpec = make_spec(on_nodes, optimizer, seed, find_modules=find_modules)
         self._checkpoint = checkpoint
+        self.initial_state: SpanState | None = None
+        """What the adapters begin with, if not with PEFT's initial values."""
+        if values is not None:
+            self._require_fitting(values)
+            tensors = {f"{ADAPTER}{name}": value for name, value in values.items()}
+            self.initial_state = SpanState(0, tensors)
         self._local = [
             (connection, span)
             for connection, span in layers
@@ -101,6 +117,23 @@ class TrainingOpener:
             )
             async with opening as chain:
                 yield chain
+
+    def _require_fitting(self, values: Mapping[str, Tensor]) -> None:
+        """Raise `ConfigError` for values of another model or of another config."""
+        if self.prompt is not None:
+            shapes = {name: tuple(value.shape) for name, value in self.prompt.parameters.items()}
+        else:
+            blocks = Span(0, self._checkpoint.num_blocks)
+            shapes = find_adapter_shapes(self._checkpoint, self.spec.make_config(), blocks)
+        for name in sorted({*shapes, *values}):
+            found = tuple(values[name].shape) if name in values else None
+            if found != shapes.get(name):
+                raise ConfigError(
+                    f"the adapter does not fit this model: {name} has the shape {found}, and "
+                    f"{shapes.get(name)} is needed"
+                )
+            if not bool(torch.isfinite(values[name]).all()):
+                raise ConfigError(f"the adapter's {name} has numbers that are not finite")
 
     def _make_local(self) -> list[LocalTrainingSpan]:
         made = []

@@ -134,3 +134,25 @@ def test_data_and_output_are_required(
     assert "--output is required" in capsys.readouterr().err
     assert run_command([*command, "--data", "none.jsonl", "--output", str(tmp_path / "o")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
+
+
+def test_a_published_adapter_and_a_folder_are_trained_further(
+    model: Path, peer: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = tmp_path / "first"
+    assert finetune(model, peer, data, first, "--steps", "4") == 0
+    access = ("--initial-peers", peer, "--identity-path", str(tmp_path / "key"))
+    publish = ["adapters", "publish", str(model), str(first), "--name", "begun", *access]
+    assert run_command(publish) == 0
+    for name, initial in (("published", "begun"), ("folder", str(first))):
+        further = ("--steps", "2", "--initial-adapter", initial)
+        assert finetune(model, peer, data, tmp_path / name, *further) == 0
+    after = [read_log(tmp_path / name) for name in ("first", "published", "folder")]
+    assert [entry["loss"] for entry in after[1]] == [entry["loss"] for entry in after[2]]
+    assert after[1][0]["loss"] < after[0][0]["loss"]
+    capsys.readouterr()
+    wrong = ("--initial-adapter", "begun", "--rank", "4")
+    assert finetune(model, peer, data, tmp_path / "wrong", *wrong) == 2
+    assert "has its own kind, rank and modules" in capsys.readouterr().err
+    assert finetune(model, peer, data, tmp_path / "none", "--initial-adapter", "missing") != 0
+    assert "no adapter 'missing' is published" in capsys.readouterr().err
