@@ -101,7 +101,8 @@ def publish(
             metavar="NAME=VALUE",
             negative=(),
             show_default=False,
-            help="A number to show with it: eval_loss=1.25; may be repeated.",
+            help="A number to show with it: eval_loss=1.25; may be repeated. [default: what "
+            "finetune has written]",
         ),
     ] = (),
     flags: Flags["PoolClientConfig"] | None = None,
@@ -117,7 +118,7 @@ def publish(
             folder,
             name=name,
             description=description,
-            metrics=metrics,
+            metrics=metrics or None,
             base=base if await asyncio.to_thread(base.is_dir) else None,
         )
         count = len(copies.nodes)

@@ -359,6 +359,7 @@ class _Run:
         validation: tuple[TrainingExample, ...] | None,
     ) -> TrainingSummary:
         """Train, and write the adapter. Raises `ConfigError`, and what the session raises."""
+        from nesa_node.client.training.checkpoint_file import dump_json, write_atomically
         from nesa_node.client.training.data.batches import split_validation
         from nesa_node.client.training.finetuning import (
             CHECKPOINT_NAME,
@@ -369,6 +370,7 @@ class _Run:
         )
         from nesa_node.client.training.finetuning_session import FinetuningOptions
         from nesa_node.engine.training.adapters import OptimizerConfig
+        from nesa_node.engine.weights.adapter_files import ADAPTER_METRICS_FILE
 
         data, training = self._data, self._training
         share = data.validation_share
@@ -405,6 +407,11 @@ class _Run:
                     session, order, plan, validation=checks, log=log, report=display.show
                 )
             session.save_pretrained(self._output)
+        figures = {"loss": summary.loss, "eval_loss": summary.eval_loss, "steps": summary.steps}
+        write_atomically(
+            self._output / ADAPTER_METRICS_FILE,
+            dump_json({name: value for name, value in figures.items() if value is not None}),
+        )
         return summary
 
     @property

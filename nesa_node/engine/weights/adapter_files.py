@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import nn
@@ -31,6 +32,8 @@ from nesa_node.engine.weights.skeleton import Skeleton
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+ADAPTER_METRICS_FILE = "metrics.json"
+"""Figures of the training, which `nesa-node finetune` writes: a name and a number each."""
 MAX_CONFIG_FILE_BYTES = 64 * 1024
 MAX_HEADER_FILE_BYTES = 1 << 20
 """Header of an adapter's safetensors file: about 120 bytes for each tensor."""
@@ -180,6 +183,20 @@ def read_adapter_folder(folder: Path, base_model: str) -> AdapterSummary:
     tensors = _read_tensors(weights_path)
     config = _normalize(fields, tensors, base_model, what=str(folder / ADAPTER_CONFIG_FILE))
     return _summarize(folder, config, config.encode(), tensors)
+
+
+def read_metrics(folder: Path) -> dict[str, float]:
+    """Read the figures beside an adapter; none where there is no such file.
+
+    Blocks the thread. Raises `AdapterError` for a file with anything but names and numbers.
+    """
+    path = folder / ADAPTER_METRICS_FILE
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, float])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise AdapterError(f"{path}: no names with a number each: {error}") from None
 
 
 def check_adapter_folder(

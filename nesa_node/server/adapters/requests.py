@@ -32,6 +32,7 @@ from nesa_node.engine.weights.adapter_files import (
     check_fits,
     find_linear_layers,
     read_adapter_folder,
+    read_metrics,
 )
 from nesa_node.engine.weights.checkpoint import open_folder
 from nesa_node.server.adapters.transfer import AdapterPeer, find_holders
@@ -147,7 +148,8 @@ class AdapterClient:
     ) -> PublishedCopies:
         """Upload a PEFT folder to nodes of the model, and announce it for 30 days.
 
-        `name` is by default the folder's. An adapter of this identity with the same name is
+        `name` is by default the folder's, and `metrics` those that `nesa-node finetune` wrote
+        there. An adapter of this identity with the same name is
         replaced. `base` is a folder of the model, whose layers the adapter must fit. Raises
         `AdapterError` for a folder that cannot be published, `ConfigError` for a name or text that
         is out of bounds, and `SwarmError` where no node stores it.
@@ -162,7 +164,9 @@ class AdapterClient:
             )
         if base is not None:
             await asyncio.to_thread(_check_base, folder, base)
-        listed = _list_adapter(summary, _choose_name(name, folder), description, metrics or {})
+        if metrics is None:
+            metrics = await asyncio.to_thread(read_metrics, folder)
+        listed = _list_adapter(summary, _choose_name(name, folder), description, metrics)
         others = [each for each in await self._own_adapters() if each.name != listed.name]
         if len(others) >= MAX_LISTED_ADAPTERS:
             raise ConfigError(

@@ -27,7 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def peer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with in_process_swarm(model, thirds(BLOCKS), tmp_path_factory.mktemp("nodes")) as addresses:
+    folder = tmp_path_factory.mktemp("nodes")
+    with in_process_swarm(model, thirds(BLOCKS), folder, cache_dir=folder / "cache") as addresses:
         yield addresses[0]
 
 
@@ -144,6 +145,11 @@ def test_a_published_adapter_and_a_folder_are_trained_further(
     access = ("--initial-peers", peer, "--identity-path", str(tmp_path / "key"))
     publish = ["adapters", "publish", str(model), str(first), "--name", "begun", *access]
     assert run_command(publish) == 0
+    capsys.readouterr()
+    assert run_command(["adapters", "list", str(model), "--initial-peers", peer, "--json"]) == 0
+    [listed] = json.loads(capsys.readouterr().out)
+    last = read_log(first)[-1]
+    assert listed["metrics"] == {"loss": last["loss"], "eval_loss": last["eval_loss"], "steps": 4}
     for name, initial in (("published", "begun"), ("folder", str(first))):
         further = ("--steps", "2", "--initial-adapter", initial)
         assert finetune(model, peer, data, tmp_path / name, *further) == 0
