@@ -75,7 +75,7 @@ class AdapterFlags:
     """What is trained."""
 
     method: Annotated[
-        Literal["lora", "ia3", "bottleneck", "deep-prompt"],
+        Literal["lora", "ia3", "bottleneck", "prompt", "deep-prompt"],
         Parameter(group=ADAPTER, help="Kind of adapters."),
     ] = "lora"
     rank: Annotated[
@@ -94,9 +94,21 @@ class AdapterFlags:
             "for the model (default).",
         ),
     ] = "all-linear"
+    prompt_text: Annotated[
+        str | None,
+        Parameter(
+            group=ADAPTER,
+            help="Text whose tokens a prompt begins with. [default: tokens drawn at random]",
+        ),
+    ] = None
 
-    def make_config(self) -> AdapterConfig:
-        """Raises `ConfigError`."""
+    @property
+    def num_virtual_tokens(self) -> int:
+        """Trained vectors before each text."""
+        return self.rank if self.method == "prompt" else 0
+
+    def make_config(self, tokenizer_path: str) -> AdapterConfig:
+        """Make the config; the tokenizer is that of `--prompt-text`. Raises `ConfigError`."""
         from peft import IA3Config, LoraConfig, TaskType
 
         from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig
@@ -105,6 +117,10 @@ class AdapterFlags:
             raise ConfigError(f"--rank must be at least 1, got {self.rank}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"--dropout must lie in [0, 1), got {self.dropout}")
+        if self.method == "prompt":
+            return self._make_prompt(tokenizer_path)
+        if self.prompt_text is not None:
+            raise ConfigError("--prompt-text needs --method prompt")
         if self.method == "bottleneck":
             return BottleneckConfig(self.rank)
         if self.method == "deep-prompt":
@@ -125,6 +141,18 @@ class AdapterFlags:
             lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT computes with any number
             lora_dropout=self.dropout,
             target_modules=modules,
+        )
+
+    def _make_prompt(self, tokenizer_path: str) -> AdapterConfig:
+        from peft import PromptTuningConfig, PromptTuningInit, TaskType
+
+        is_text = self.prompt_text is not None
+        return PromptTuningConfig(
+            task_type=TaskType.CAUSAL_LM,
+            num_virtual_tokens=self.rank,
+            prompt_tuning_init=PromptTuningInit.TEXT if is_text else PromptTuningInit.SAMPLE_VOCAB,
+            prompt_tuning_init_text=self.prompt_text,
+            tokenizer_name_or_path=tokenizer_path if is_text else None,
         )
 
 
@@ -239,8 +267,10 @@ def finetune(
     distributed, tokenizer = open_client_model(config)
     with exit_on_interrupt():
         from nesa_node.client.training.records import read_examples
+    adapter = adapter or AdapterFlags()
     with distributed:
-        chosen = replace(chosen, max_length=_choose_length(chosen, distributed.context_length))
+        longest = distributed.context_length - adapter.num_virtual_tokens
+        chosen = replace(chosen, max_length=_choose_length(chosen, longest))
         assert chosen.max_length is not None
         assert chosen.data is not None
         found = read_examples(chosen.data, tokenizer, max_length=chosen.max_length)
@@ -256,7 +286,12 @@ def finetune(
             file=sys.stderr,
         )
         run = _Run(
-            distributed, output, chosen, adapter or AdapterFlags(), training or TrainingFlags()
+            distributed,
+            output,
+            chosen,
+            adapter,
+            training or TrainingFlags(),
+            tokenizer_path=tokenizer.name_or_path,
         )
         summary = run.train(found.examples, validation)
         save_last_swarm(config, config.model)
@@ -264,12 +299,14 @@ def finetune(
     return 0
 
 
-def _choose_length(data: DataFlags, context_length: int) -> int:
+def _choose_length(data: DataFlags, longest: int) -> int:
+    if longest < 1:
+        raise ConfigError("--rank: the model's context has no room for a text after the prompt")
     if data.max_length is None:
-        return min(DEFAULT_LENGTH, context_length)
-    if data.max_length > context_length:
+        return min(DEFAULT_LENGTH, longest)
+    if data.max_length > longest:
         raise ConfigError(
-            f"--max-length {data.max_length}: the model holds {context_length} tokens"
+            f"--max-length {data.max_length}: the model holds {longest} tokens of a record"
         )
     return data.max_length
 
@@ -284,6 +321,8 @@ class _Run:
         data: DataFlags,
         adapter: AdapterFlags,
         training: TrainingFlags,
+        *,
+        tokenizer_path: str,
     ) -> None:
         assert data.max_length is not None
         self._model = model
@@ -292,6 +331,7 @@ class _Run:
         self._max_length = data.max_length
         self._adapter = adapter
         self._training = training
+        self._tokenizer_path = tokenizer_path
 
     def train(
         self,
@@ -332,7 +372,10 @@ class _Run:
         )
         optimizer = OptimizerConfig(training.optimizer, weight_decay=training.weight_decay)
         with self._model.finetuning_session(
-            self._adapter.make_config(), optimizer=optimizer, seed=training.seed, options=options
+            self._adapter.make_config(self._tokenizer_path),
+            optimizer=optimizer,
+            seed=training.seed,
+            options=options,
         ) as session:
             log = TrainingLog(self._output / LOG_NAME, session.applied)
             hops = ", ".join(f"…{hop.peer_id[-6:]} {hop.span}" for hop in session.hops)
@@ -347,13 +390,16 @@ class _Run:
 
     @property
     def _max_tokens(self) -> int:
-        return self._max_length * (1 if self._data.packing else self._data.rows)
+        longest = self._max_length + self._adapter.num_virtual_tokens
+        return longest * (1 if self._data.packing else self._data.rows)
 
     def _order(self, examples: tuple[TrainingExample, ...], micro_batches: int) -> BatchOrder:
         from nesa_node.client.training.batches import BatchOrder, PackedLayout, PaddedLayout
 
         data = self._data
-        layout = PackedLayout(self._max_length) if data.packing else PaddedLayout(data.rows)
+        layout: PackedLayout | PaddedLayout = PaddedLayout(data.rows)
+        if data.packing:
+            layout = PackedLayout(self._max_tokens, self._adapter.num_virtual_tokens)
         return BatchOrder(
             examples, layout, seed=self._training.seed, micro_batches_per_step=micro_batches
         )
