@@ -43,7 +43,7 @@ class PromptedInput:
     def __init__(
         self, config: PromptTuningConfig, embedder: Embedder, checkpoint: Checkpoint, *, seed: int
     ) -> None:
-        """Initialize the prompt as `peft.get_peft_model` does after `torch.manual_seed(seed)`.
+        """Initialize the prompt as PEFT does in one process after `torch.manual_seed(seed)`.
 
         May load a tokenizer (`prompt_tuning_init="TEXT"`). Raises `ConfigError` for a config that
         is not supported, or that PEFT refuses.

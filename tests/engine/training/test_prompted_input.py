@@ -88,9 +88,8 @@ def run_chain(
     output_TD = layout.from_rows(hidden_RLD).requires_grad_()
     logits_TV = chain.head.logits_with_gradients(output_TD)
     loss = torch.zeros(())
-    for ids_L, part_LV in zip(
-        texts, logits_TV.split([PROMPT + len(each) for each in texts]), strict=True
-    ):
+    parts = torch.split(logits_TV, [PROMPT + len(each) for each in texts])
+    for ids_L, part_LV in zip(texts, parts, strict=True):
         predicted_LV = part_LV[PROMPT - 1 : -1]
         loss = loss + torch.nn.functional.cross_entropy(predicted_LV, ids_L, reduction="sum")
     [grad_TD] = torch.autograd.grad(loss, output_TD)
@@ -155,13 +154,12 @@ def test_a_gradient_has_the_same_bits_each_time(models_dir: Path) -> None:
     batch = layout.make_batch(0)
     hidden_RLD = torch.randn(1, layout.num_tokens, 64)
     grad_RLD = torch.randn(1, layout.num_tokens, 64)
-    found = []
-    for _ in range(3):
-        parameter = made.parameters[PARAMETER]
-        parameter.grad = None
-        torch.autograd.backward(made.run_block(0, hidden_RLD, batch), grad_RLD)
-        assert parameter.grad is not None
-        found.append(parameter.grad)
+    found = [
+        torch.autograd.grad(
+            made.run_block(0, hidden_RLD, batch), made.parameters[PARAMETER], grad_RLD
+        )[0]
+        for _ in range(3)
+    ]
     assert all(torch.equal(each, found[0]) for each in found)
     rows_NLD = grad_RLD.view(400, -1, 64)[:, :PROMPT]
     in_order = torch.zeros(PROMPT, 64)
