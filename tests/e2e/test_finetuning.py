@@ -21,7 +21,7 @@ from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.training.adapter_folder import WEIGHTS_NAME
 from nesa_node.client.training.data.batches import MicroBatchData
 from nesa_node.client.training.finetuning_session import FinetuningOptions
-from nesa_node.core.errors import ConfigError, RefusedError
+from nesa_node.core.errors import ConfigError, RefusedError, StreamClosedError
 from nesa_node.engine.training.adapters import (
     BottleneckConfig,
     DeepPromptConfig,
@@ -38,6 +38,9 @@ STEPS = 6
 RATE = 2e-3
 MAX_NORM = 0.5
 CONFIG: Any = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+PROMPT: Any = peft.PromptTuningConfig(
+    task_type="CAUSAL_LM", num_virtual_tokens=5, prompt_tuning_init="SAMPLE_VOCAB"
+)
 
 
 def make_batch(step: int) -> dict[str, Tensor]:
@@ -50,9 +53,11 @@ def make_batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids_RL, "attention_mask": mask_RL, "labels": labels_RL}
 
 
-def train_reference(folder: Path, steps: int) -> tuple[Any, list[float], list[float]]:
+def train_reference(
+    folder: Path, steps: int, config: Any = CONFIG, *, max_norm: float = MAX_NORM
+) -> tuple[Any, list[float], list[float]]:
     torch.manual_seed(SEED)
-    model: Any = peft.get_peft_model(reference(folder).float(), copy.deepcopy(CONFIG))
+    model: Any = peft.get_peft_model(reference(folder).float(), copy.deepcopy(config))
     model.train()
     parameters = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.0)
@@ -60,7 +65,7 @@ def train_reference(folder: Path, steps: int) -> tuple[Any, list[float], list[fl
     for step in range(steps):
         loss = model(**make_batch(step), use_cache=False).loss
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, max_norm)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
@@ -74,9 +79,8 @@ def folder(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 
 def options(**more: Any) -> FinetuningOptions:
     # Two rows fit into a micro-batch.
-    return FinetuningOptions(
-        learning_rate=RATE, max_grad_norm=MAX_NORM, max_tokens=40, checkpoint_every=4, **more
-    )
+    wanted: dict[str, Any] = {"max_grad_norm": MAX_NORM, "max_tokens": 40, "checkpoint_every": 4}
+    return FinetuningOptions(learning_rate=RATE, **(wanted | more))
 
 
 def test_losses_and_adapters_equal_those_of_one_process(folder: Path, tmp_path: Path) -> None:
@@ -157,12 +161,105 @@ def test_every_kind_of_adapter_lowers_the_loss(
         assert session.evaluate(make_batch(0)) < before - 0.02
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_shallow_prompt_equals_that_of_one_process(
+    family: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Fifty steps, each of them clipped."""
+    folder = remove_dropout(tiny(family), tmp_path)
+    limit, steps = 1e-3, 50
+    expected, losses, norms = train_reference(folder, steps, PROMPT, max_norm=limit)
+    assert min(norms) > limit
+    first, _, _ = train_reference(folder, 0, PROMPT)
+    with (
+        in_process_swarm(folder, thirds(BLOCKS), tmp_path) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32
+        ) as model,
+        model.finetuning_session(
+            PROMPT, seed=SEED, options=options(max_tokens=50, max_grad_norm=limit)
+        ) as session,
+    ):
+        session.save_pretrained(tmp_path / "untrained")
+        for step in range(steps):
+            result = session.step(make_batch(step))
+            assert result.loss == pytest.approx(losses[step], rel=1e-5)
+            assert result.grad_norm == pytest.approx(norms[step], rel=1e-5)
+        session.save_pretrained(tmp_path / "adapter")
+        held_out = session.evaluate(make_batch(99))
+    [untrained] = load_file(tmp_path / "untrained" / WEIGHTS_NAME).values()
+    assert torch.equal(untrained, prompt_of(first))
+    loaded: Any = peft.PeftModel.from_pretrained(reference(folder).float(), tmp_path / "adapter")
+    loaded.eval()
+    assert distance(prompt_of(loaded), prompt_of(expected)) <= 1e-4
+    assert distance(prompt_of(loaded), untrained) > 1e-2
+    with torch.no_grad():
+        assert held_out == pytest.approx(float(loaded(**make_batch(99)).loss), rel=1e-5)
+
+
+def prompt_of(model: Any) -> Tensor:
+    found: Tensor = model.prompt_encoder["default"].embedding.weight.detach()
+    return found
+
+
+def test_a_shallow_prompt_continues_from_its_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """And after the loss of a node, whose steps run again: with the same bits."""
+    file = tmp_path / "checkpoint"
+    batch, packed = make_batch(3), pack(make_batch(3))
+    with (
+        in_process_swarm(folder, thirds(BLOCKS), tmp_path) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32
+        ) as model,
+    ):
+
+        def train(name: str, steps: int, lose_at: int = -1, **more: Any) -> int:
+            wanted = options(max_tokens=65, **more)
+            with model.finetuning_session(PROMPT, seed=SEED, options=wanted) as session:
+                assert session.evaluate([packed]) == pytest.approx(session.evaluate(batch))
+                start = session.applied
+                while session.applied < steps:
+                    if session.applied == lose_at:
+                        link = session.chain._nodes.groups[1].links[0]
+                        link._questions.fail(StreamClosedError("lost"))
+                    session.step([packed] if session.applied % 2 else make_batch(session.applied))
+                assert session.chain.recoveries >= int(lose_at >= 0)
+                session.save_pretrained(tmp_path / name)
+            return start
+
+        train("whole", 7)
+        assert train("parts", 6, lose_at=3, checkpoint_path=file) == 0
+        # The last checkpoint was that of the fourth step.
+        assert train("parts", 7, checkpoint_path=file) == 4
+        other = copy.deepcopy(PROMPT)
+        other.num_virtual_tokens += 1
+        for config in (other, None):
+            with pytest.raises(ConfigError, match="the adapters, optimizer or seed differed"):
+                model.finetuning_session(
+                    config or CONFIG, seed=SEED, options=options(checkpoint_path=file)
+                )
+        with (
+            model.finetuning_session(PROMPT, options=options(max_tokens=24)) as session,
+            pytest.raises(ConfigError, match="a row of 25 tokens; this session takes at most 24"),
+        ):
+            session.step(batch)
+    mine, theirs = (tmp_path / name / WEIGHTS_NAME for name in ("parts", "whole"))
+    assert mine.read_bytes() == theirs.read_bytes()
+
+
+def pack(batch: dict[str, Tensor]) -> MicroBatchData:
+    """The texts of a batch in one row."""
+    lengths = batch["attention_mask"].sum(1).tolist()
+    ids, labels = (
+        torch.cat([row[:n] for row, n in zip(batch[name], lengths, strict=True)])
+        for name in ("input_ids", "labels")
+    )
+    return MicroBatchData(ids[None], labels[None], (tuple(lengths),), int((labels != -100).sum()))
+
+
 def test_texts_that_share_a_row_do_not_see_each_other(folder: Path, tmp_path: Path) -> None:
     batch = make_batch(3)
-    lengths = [20, 13, 17]
-    ids = torch.cat([row[:n] for row, n in zip(batch["input_ids"], lengths, strict=True)])
-    labels = torch.cat([row[:n] for row, n in zip(batch["labels"], lengths, strict=True)])
-    packed = MicroBatchData(ids[None], labels[None], (tuple(lengths),), int((labels != -100).sum()))
+    packed = pack(batch)
     with (
         in_process_swarm(folder, thirds(BLOCKS), tmp_path) as addresses,
         AutoDistributedModelForCausalLM.from_pretrained(
@@ -194,6 +291,9 @@ def test_what_nodes_do_not_train_is_refused_by_name(folder: Path, tmp_path: Path
             (peft.LoraConfig(modules_to_save=["lm_head"]), "modules_to_save"),
             (peft.LoraConfig(target_modules="nothing_.*"), "fits no module"),
             (peft.LoraConfig(r=5000), "5000|1024"),
+            (peft.PrefixTuningConfig(num_virtual_tokens=3), "PREFIX_TUNING adapters cannot"),
+            (peft.PromptEncoderConfig(num_virtual_tokens=3), "P_TUNING adapters cannot"),
+            (peft.PromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3), "CAUSAL_LM"),
         ):
             with pytest.raises(ConfigError, match=words):
                 model.finetuning_session(config)

@@ -32,7 +32,7 @@ from nesa_node.client.training.finetuning_session import FinetuningOptions, Fine
 from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
 from nesa_node.engine.training.adapters import OptimizerConfig
 from tests.cli.tiny import write_tiny_model
-from tests.e2e.test_finetuning import CONFIG, MAX_NORM, RATE, SEED, make_batch
+from tests.e2e.test_finetuning import CONFIG, MAX_NORM, PROMPT, RATE, SEED, make_batch, prompt_of
 from tests.engine.chained import distance
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS, remove_dropout
@@ -64,6 +64,7 @@ def open_session(
     addresses: tuple[str, ...],
     *,
     client_blocks: tuple[int, int] = (0, 0),
+    config: Any = CONFIG,
     **options: Any,
 ) -> Iterator[FinetuningSession]:
     # Two rows of `make_batch` fit into a micro-batch.
@@ -73,15 +74,15 @@ def open_session(
             folder, initial_peers=addresses, dtype=torch.float32, client_blocks=client_blocks
         ) as model,
         model.finetuning_session(
-            CONFIG, optimizer=OPTIMIZER, seed=SEED, options=FinetuningOptions(**wanted)
+            config, optimizer=OPTIMIZER, seed=SEED, options=FinetuningOptions(**wanted)
         ) as session,
     ):
         yield session
 
 
-def make_reference(folder: Path) -> Any:
+def make_reference(folder: Path, config: Any = CONFIG) -> Any:
     torch.manual_seed(SEED)
-    model: Any = peft.get_peft_model(reference(folder).float(), copy.deepcopy(CONFIG))
+    model: Any = peft.get_peft_model(reference(folder).float(), copy.deepcopy(config))
     model.train()
     return model
 
@@ -168,6 +169,42 @@ def test_a_loop_with_a_loss_of_its_own_equals_one_process(
         session.model.save_pretrained(tmp_path / "adapter")
     assert found == pytest.approx(losses, rel=1e-5)
     assert_adapters_equal(tmp_path / "adapter", expected)
+
+
+@pytest.mark.parametrize("client_blocks", [(0, 0), (1, 1)])
+def test_a_loop_over_a_shallow_prompt_equals_one_process(
+    client_blocks: tuple[int, int], folder: Path, addresses: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Logits are those of the virtual tokens, too, as PEFT's are."""
+
+    def train(model: Any, number: int) -> float:
+        output = model(**make_batch(number), use_cache=False)
+        loss = output.loss + 1e-3 * output.logits[:, : PROMPT.num_virtual_tokens].square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    expected = make_reference(folder, PROMPT)
+    losses = run_loop(expected, make_optimizer(expected), train)
+    with open_session(
+        folder, addresses, config=PROMPT, client_blocks=client_blocks, max_tokens=50
+    ) as session:
+        found = run_loop(session.model, session.optimizer, train)
+        assert session.applied == STEPS
+        session.model.save_pretrained(tmp_path / "adapter")
+        session.model.eval()
+        output, batch = session.model(**make_batch(99)), make_batch(99)
+        places_1L = torch.arange(20)[None] % 10
+        with pytest.raises(UnsupportedFeatureError, match="a prompt comes before each row"):
+            session.model(batch["input_ids"], position_ids=places_1L)
+    assert found == pytest.approx(losses, rel=1e-5)
+    [prompt_PD] = load_file(tmp_path / "adapter" / WEIGHTS_NAME).values()
+    assert distance(prompt_PD, prompt_of(expected)) <= 1e-4
+    expected.eval()
+    with torch.no_grad():
+        wanted = expected(**batch)
+    assert float(output.loss) == pytest.approx(float(wanted.loss), rel=1e-5)
+    assert output.logits.shape == wanted.logits.shape
+    assert distance(output.logits[0], wanted.logits[0]) <= 1e-5
 
 
 def make_dataset() -> list[dict[str, Tensor]]:

@@ -30,9 +30,13 @@ from tests.swarms import Daemons, daemons, thirds
 
 pytestmark = [*PEFT_WARNINGS, pytest.mark.timeout(240)]
 SPANS = thirds(BLOCKS)
-CONFIG: Any = peft.LoraConfig(
-    r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"]
-)
+CONFIGS: dict[str, Any] = {
+    "lora": peft.LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"]
+    ),
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+}
+KINDS = ["lora", pytest.param("prompt", marks=pytest.mark.slow)]
 SEEDS = range(10)
 STEPS = 200
 
@@ -45,10 +49,15 @@ def make_batch(step: int) -> dict[str, Tensor]:
 
 @contextmanager
 def open_session(
-    folder: Path, addresses: tuple[str, ...], checkpoint: Path | None, **more: Any
+    folder: Path,
+    addresses: tuple[str, ...],
+    checkpoint: Path | None,
+    *,
+    kind: str = "lora",
+    **more: Any,
 ) -> Iterator[FinetuningSession]:
     options = FinetuningOptions(
-        learning_rate=1e-3, max_tokens=32, checkpoint_every=7, checkpoint_path=checkpoint, **more
+        learning_rate=1e-3, max_tokens=40, checkpoint_every=7, checkpoint_path=checkpoint, **more
     )
     with (
         AutoDistributedModelForCausalLM.from_pretrained(
@@ -59,17 +68,23 @@ def open_session(
             # A client that is killed leaves a temporary identity behind.
             identity_path=None if checkpoint is None else checkpoint.with_suffix(".key"),
         ) as model,
-        model.finetuning_session(CONFIG, seed=3, options=options) as session,
+        model.finetuning_session(CONFIGS[kind], seed=3, options=options) as session,
     ):
         yield session
 
 
 def train(
-    folder: Path, addresses: tuple[str, ...], target: Path, *, steps: int, checkpoint: Path | None
+    folder: Path,
+    addresses: tuple[str, ...],
+    target: Path,
+    *,
+    steps: int,
+    checkpoint: Path | None,
+    kind: str = "lora",
 ) -> list[int]:
     """Train up to `steps` steps, save the adapter, and return the steps that this run applied."""
     ledger = []
-    with open_session(folder, addresses, checkpoint) as session:
+    with open_session(folder, addresses, checkpoint, kind=kind) as session:
         while session.applied < steps:
             ledger.append(session.step(make_batch(session.applied)).step)
         session.save_pretrained(target)
@@ -89,11 +104,14 @@ def folder(tiny: Callable[[str], Path]) -> Path:
     return tiny("llama")
 
 
-def test_a_killed_node_is_replaced_and_changes_no_bit(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_node_is_replaced_and_changes_no_bit(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
     with daemons(folder, tmp_path) as nodes:
         nodes.start_all([*SPANS, *SPANS])
-        train(folder, nodes.addresses, tmp_path / "plain", steps=20, checkpoint=None)
-        with open_session(folder, nodes.addresses, None) as session:
+        train(folder, nodes.addresses, tmp_path / "plain", steps=20, checkpoint=None, kind=kind)
+        with open_session(folder, nodes.addresses, None, kind=kind) as session:
             ledger = []
             while session.applied < 20:
                 if session.applied in (4, 11):
@@ -133,26 +151,31 @@ def test_a_replica_is_lost_and_another_one_joins(stage: int, folder: Path, tmp_p
         assert distance(value, theirs[name]) < 1e-5, name
 
 
-def test_a_killed_client_continues_from_its_checkpoint(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_client_continues_from_its_checkpoint(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
     with daemons(folder, tmp_path) as nodes:
         nodes.start_all(SPANS)
-        train(folder, nodes.addresses, tmp_path / "plain", steps=20, checkpoint=None)
+        train(folder, nodes.addresses, tmp_path / "plain", steps=20, checkpoint=None, kind=kind)
         file = tmp_path / "checkpoint"
-        run_client(folder, nodes, tmp_path / "unfinished", file, steps=1000, kill_at=12)
-        ledger = train(folder, nodes.addresses, tmp_path / "resumed", steps=20, checkpoint=file)
+        run_client(folder, nodes, file, kind=kind, steps=1000, kill_at=12)
+        ledger = train(
+            folder, nodes.addresses, tmp_path / "resumed", steps=20, checkpoint=file, kind=kind
+        )
     assert 7 < ledger[0] <= 20
     assert ledger == list(range(ledger[0], 21))
     assert_same_adapter(tmp_path / "resumed", tmp_path / "plain")
 
 
 def run_client(
-    folder: Path, nodes: Daemons, target: Path, file: Path, *, steps: int, kill_at: int
+    folder: Path, nodes: Daemons, file: Path, *, steps: int, kill_at: int, kind: str = "lora"
 ) -> None:
     """Run a client in a process of its own and kill it in its step `kill_at`."""
     code = (
         "import sys; from pathlib import Path; from tests.faults.test_finetuning import *\n"
         f"folder, file = Path({str(folder)!r}), Path({str(file)!r})\n"
-        f"with open_session(folder, {nodes.addresses!r}, file) as s:\n"
+        f"with open_session(folder, {nodes.addresses!r}, file, kind={kind!r}) as s:\n"
         f"    while s.applied < {steps}:\n"
         "        print(s.step(make_batch(s.applied)).step, flush=True)\n"
     )
@@ -176,7 +199,7 @@ def test_two_hundred_steps_survive_kills_and_joins(
     file = tmp_path / "checkpoint"
     with daemons(folder, tmp_path) as nodes:
         nodes.start_all([*SPANS, *SPANS])
-        run_client(folder, nodes, tmp_path / "none", file, steps=1000, kill_at=rng.randint(10, 60))
+        run_client(folder, nodes, file, steps=1000, kill_at=rng.randint(10, 60))
         blows = sorted(rng.sample(range(70, 190), 2))
         ledger = []
         with open_session(folder, nodes.addresses, file) as session:

@@ -77,7 +77,7 @@ class AdapterFlags:
     """What is trained."""
 
     method: Annotated[
-        Literal["lora", "ia3", "bottleneck", "deep-prompt"],
+        Literal["lora", "ia3", "bottleneck", "prompt", "deep-prompt"],
         Parameter(group=ADAPTER, help="Kind of adapters."),
     ] = "lora"
     rank: Annotated[
@@ -96,6 +96,13 @@ class AdapterFlags:
             "for the model (default).",
         ),
     ] = "all-linear"
+    prompt_text: Annotated[
+        str | None,
+        Parameter(
+            group=ADAPTER,
+            help="Text whose tokens a prompt begins with. [default: tokens drawn at random]",
+        ),
+    ] = None
 
     initial_adapter: Annotated[
         str | None,
@@ -107,8 +114,8 @@ class AdapterFlags:
         ),
     ] = None
 
-    def make_config(self) -> AdapterConfig:
-        """Raises `ConfigError`."""
+    def make_config(self, tokenizer_path: str) -> AdapterConfig:
+        """Make the config; the tokenizer is that of `--prompt-text`. Raises `ConfigError`."""
         from peft import IA3Config, LoraConfig, TaskType
 
         from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig
@@ -117,6 +124,10 @@ class AdapterFlags:
             raise ConfigError(f"--rank must be at least 1, got {self.rank}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"--dropout must lie in [0, 1), got {self.dropout}")
+        if self.method == "prompt":
+            return self._make_prompt(tokenizer_path)
+        if self.prompt_text is not None:
+            raise ConfigError("--prompt-text needs --method prompt")
         if self.method == "bottleneck":
             return BottleneckConfig(self.rank)
         if self.method == "deep-prompt":
@@ -137,6 +148,18 @@ class AdapterFlags:
             lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT computes with any number
             lora_dropout=self.dropout,
             target_modules=modules,
+        )
+
+    def _make_prompt(self, tokenizer_path: str) -> AdapterConfig:
+        from peft import PromptTuningConfig, PromptTuningInit, TaskType
+
+        is_text = self.prompt_text is not None
+        return PromptTuningConfig(
+            task_type=TaskType.CAUSAL_LM,
+            num_virtual_tokens=self.rank,
+            prompt_tuning_init=PromptTuningInit.TEXT if is_text else PromptTuningInit.SAMPLE_VOCAB,
+            prompt_tuning_init_text=self.prompt_text,
+            tokenizer_name_or_path=tokenizer_path if is_text else None,
         )
 
 
@@ -268,7 +291,10 @@ def finetune(
     with exit_on_interrupt():
         from nesa_node.client.training.data.records import read_examples
     with distributed:
-        chosen = replace(chosen, max_length=_choose_length(chosen, distributed.context_length))
+        path = tokenizer.name_or_path
+        trained = _choose_adapter(adapter or AdapterFlags(), config, config.model, output, path)
+        longest = distributed.context_length - trained.num_virtual_tokens
+        chosen = replace(chosen, max_length=_choose_length(chosen, longest))
         assert chosen.max_length is not None
         assert chosen.data is not None
         found = read_examples(chosen.data, tokenizer, max_length=chosen.max_length)
@@ -283,7 +309,6 @@ def finetune(
             f"{found.num_skipped} skipped]",
             file=sys.stderr,
         )
-        trained = _choose_adapter(adapter or AdapterFlags(), config, config.model, output)
         run = _Run(distributed, output, chosen, trained, training or TrainingFlags())
         summary = run.train(found.examples, validation)
         save_last_swarm(config, config.model)
@@ -291,47 +316,66 @@ def finetune(
     return 0
 
 
-def _choose_length(data: DataFlags, context_length: int) -> int:
+def _choose_length(data: DataFlags, longest: int) -> int:
+    if longest < 1:
+        raise ConfigError("--rank: the model's context has no room for a text after the prompt")
     if data.max_length is None:
-        return min(DEFAULT_LENGTH, context_length)
-    if data.max_length > context_length:
+        return min(DEFAULT_LENGTH, longest)
+    if data.max_length > longest:
         raise ConfigError(
-            f"--max-length {data.max_length}: the model holds {context_length} tokens"
+            f"--max-length {data.max_length}: the model holds {longest} tokens of a record"
         )
     return data.max_length
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What is trained: a new adapter, or the folder of one to go on with."""
+
+    adapter: AdapterConfig | Path
+    num_virtual_tokens: int
+    """Trained vectors before each text."""
+
+
 def _choose_adapter(
-    flags: AdapterFlags, config: ClientConfig, model: str, output: Path
-) -> AdapterConfig | Path:
-    """The config of new adapters, or the folder of one to go on with.
+    flags: AdapterFlags, config: ClientConfig, model: str, output: Path, tokenizer_path: str
+) -> _Trained:
+    """Make the config of new adapters, or find the one to go on with.
 
     A published adapter is fetched into a folder of `output`, once.
     """
+    from nesa_node.client.training.adapter_folder import read_adapter
+    from nesa_node.engine.training.prompted_input import count_virtual_tokens
+
     if flags.initial_adapter is None:
-        return flags.make_config()
+        made = flags.make_config(tokenizer_path)
+        return _Trained(made, count_virtual_tokens(made))
     if flags != AdapterFlags(initial_adapter=flags.initial_adapter):
         raise ConfigError(
             "--initial-adapter has its own kind, rank and modules: leave out --method, --rank, "
-            "--alpha, --dropout and --target-modules"
+            "--alpha, --dropout, --target-modules and --prompt-text"
         )
     folder = Path(flags.initial_adapter).expanduser()
-    if folder.is_dir():
-        return folder
+    if not folder.is_dir():
+        folder = _fetch(flags.initial_adapter, config, model, output)
+    return _Trained(folder, count_virtual_tokens(read_adapter(folder)[0]))
+
+
+def _fetch(name: str, config: ClientConfig, model: str, output: Path) -> Path:
     from nesa_node.core.settings.declaration import secret_text
     from nesa_node.server.adapters.requests import fetch_adapter
 
-    fetched = output / INITIAL_NAME
-    if not fetched.exists():
+    folder = output / INITIAL_NAME
+    if not folder.exists():
         output.mkdir(parents=True, exist_ok=True)
         fetch_adapter(
             model,
-            flags.initial_adapter,
-            fetched,
+            name,
+            folder,
             initial_peers=config.initial_peers,
             swarm_key=secret_text(config.swarm_key),
         )
-    return fetched
+    return folder
 
 
 class _Run:
@@ -342,7 +386,7 @@ class _Run:
         model: DistributedModelForCausalLM,
         output: Path,
         data: DataFlags,
-        adapter: AdapterConfig | Path,
+        trained: _Trained,
         training: TrainingFlags,
     ) -> None:
         assert data.max_length is not None
@@ -350,7 +394,7 @@ class _Run:
         self._output = output
         self._data = data
         self._max_length = data.max_length
-        self._adapter = adapter
+        self._trained = trained
         self._training = training
 
     def train(
@@ -396,7 +440,7 @@ class _Run:
         )
         optimizer = OptimizerConfig(training.optimizer, weight_decay=training.weight_decay)
         with self._model.finetuning_session(
-            self._adapter, optimizer=optimizer, seed=training.seed, options=options
+            self._trained.adapter, optimizer=optimizer, seed=training.seed, options=options
         ) as session:
             log = TrainingLog(self._output / LOG_NAME, session.applied)
             hops = ", ".join(f"…{hop.peer_id[-6:]} {hop.span}" for hop in session.hops)
@@ -416,13 +460,16 @@ class _Run:
 
     @property
     def _max_tokens(self) -> int:
-        return self._max_length * (1 if self._data.packing else self._data.rows)
+        longest = self._max_length + self._trained.num_virtual_tokens
+        return longest * (1 if self._data.packing else self._data.rows)
 
     def _order(self, examples: tuple[TrainingExample, ...], micro_batches: int) -> BatchOrder:
         from nesa_node.client.training.data.batches import BatchOrder, PackedLayout, PaddedLayout
 
         data = self._data
-        layout = PackedLayout(self._max_length) if data.packing else PaddedLayout(data.rows)
+        layout: PackedLayout | PaddedLayout = PaddedLayout(data.rows)
+        if data.packing:
+            layout = PackedLayout(self._max_tokens, self._trained.num_virtual_tokens)
         return BatchOrder(
             examples, layout, seed=self._training.seed, micro_batches_per_step=micro_batches
         )

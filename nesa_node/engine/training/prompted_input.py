@@ -43,7 +43,7 @@ class PromptedInput:
     def __init__(
         self, config: PromptTuningConfig, embedder: Embedder, checkpoint: Checkpoint, *, seed: int
     ) -> None:
-        """Initialize the prompt as `peft.get_peft_model` does after `torch.manual_seed(seed)`.
+        """Initialize the prompt as PEFT does in one process after `torch.manual_seed(seed)`.
 
         May load a tokenizer (`prompt_tuning_init="TEXT"`). Raises `ConfigError` for a config that
         is not supported, or that PEFT refuses.
@@ -99,6 +99,11 @@ class PromptedInput:
 def is_prompt_tuning(config: object) -> TypeGuard[PromptTuningConfig]:
     """Whether a config is `peft.PromptTuningConfig`."""
     return get_kind(config) == KIND
+
+
+def count_virtual_tokens(config: object) -> int:
+    """Trained vectors that stand before each text; 0 for adapters in blocks."""
+    return int(config.num_virtual_tokens) if is_prompt_tuning(config) else 0
 
 
 def _complete(config: PromptTuningConfig, checkpoint: Checkpoint) -> PromptTuningConfig:

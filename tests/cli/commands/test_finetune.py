@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nesa_node.cli.app import run_command
 from tests.cli.tiny import BLOCKS, write_tiny_model
@@ -79,6 +79,25 @@ def test_a_file_becomes_an_adapter_that_peft_loads(
     assert loaded.peft_config["default"].r == 8
 
 
+@pytest.mark.parametrize("packing", ["--packing", "--no-packing"])
+def test_a_shallow_prompt_begins_as_a_text(
+    packing: str, model: Path, peer: str, data: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    flags = ("--method", "prompt", "--rank", "6", "--prompt-text", "the capital", packing)
+    assert finetune(model, peer, data, output, *flags, "--steps", "12") == 0
+    checks = [entry["eval_loss"] for entry in read_log(output) if entry["eval_loss"] is not None]
+    assert checks[-1] < checks[0]
+    auto: Any = AutoModelForCausalLM
+    base = auto.from_pretrained(model, dtype=torch.float32)
+    loaded: Any = peft.PeftModel.from_pretrained(base, output)
+    prompt_PD = loaded.prompt_encoder["default"].embedding.weight.detach()
+    text = loaded.peft_config["default"].prompt_tuning_init_text
+    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    begun_PD = base.get_input_embeddings().weight[ids * 3].detach()
+    assert 0 < float((prompt_PD - begun_PD).abs().max()) < 12 * 1.1e-2
+
+
 def test_the_same_command_continues_where_it_was(
     model: Path, peer: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,6 +126,9 @@ def test_the_same_command_continues_where_it_was(
         (["--steps", "2", "--epochs", "1"], "give one of them"),
         (["--target-modules", "nothing"], "PEFT refuses this adapter"),
         (["--max-length", "1000"], "the model holds 512 tokens"),
+        (["--method", "prompt", "--max-length", "505"], "the model holds 504 tokens"),
+        (["--method", "prompt", "--rank", "512"], "no room for a text after the prompt"),
+        (["--prompt-text", "hello"], "--prompt-text needs --method prompt"),
         (["--learning-rate", "-1"], "learning_rate must be"),
         (["--validation-share", "2"], "between 0 and 1"),
     ],

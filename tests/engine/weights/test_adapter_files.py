@@ -162,6 +162,7 @@ def test_folders_without_safetensors_say_what_to_do(tmp_path: Path) -> None:
         read_adapter_folder(folder, "tiny")
     for config, words in (
         ({"peft_type": "IA3"}, "LORA adapters can be published"),
+        ({"peft_type": "PROMPT_TUNING"}, "'PROMPT_TUNING'; LORA adapters can be published"),
         ({"init_lora_weights": "pissa"}, "path_initial_model_for_weight_conversion"),
         ({"lora_alpha": float("nan")}, "lora_alpha"),
         ({"r": True}, "r: "),

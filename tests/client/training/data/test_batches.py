@@ -20,6 +20,8 @@ from nesa_node.client.training.data.batches import (
     MicroBatchData,
     PackedLayout,
     PaddedLayout,
+    add_virtual_tokens,
+    prepend_virtual_tokens,
     split_validation,
 )
 from nesa_node.client.training.data.examples import IGNORED, TrainingExample
@@ -105,6 +107,41 @@ def test_micro_batch_keeps_the_limits_of_its_layout(
                 assert all(len(texts) == 1 for texts in batch.text_lengths)
     if isinstance(layout, PaddedLayout):
         assert order.micro_batches_per_epoch == math.ceil(len(lengths) / layout.rows)
+
+
+@given(lengths=LENGTHS, layout=LAYOUTS, seed=SEEDS, count=st.integers(0, 5))
+def test_virtual_tokens_stand_before_each_text_and_are_no_targets(
+    lengths: list[int], layout: Layout, seed: int, count: int
+) -> None:
+    order = BatchOrder(make_examples(lengths), layout, seed=seed, micro_batches_per_step=99)
+    for batch in order.step(0):
+        wide = add_virtual_tokens(batch, count)
+        expected = [
+            ([0] * count + ids, [IGNORED] * count + labels) for ids, labels in read_texts(batch)
+        ]
+        assert read_texts(wide) == expected
+        assert wide.num_targets == batch.num_targets == int((wide.labels_RL != IGNORED).sum())
+
+
+@given(lengths=LENGTHS, seed=SEEDS, count=st.integers(0, 5), room=st.integers(0, 20))
+def test_packed_rows_have_room_for_virtual_tokens(
+    lengths: list[int], seed: int, count: int, room: int
+) -> None:
+    layout = PackedLayout(MAX_TOKENS + count + room, count)
+    order = BatchOrder(make_examples(lengths), layout, seed=seed, micro_batches_per_step=99)
+    for batch in order.step(0):
+        assert add_virtual_tokens(batch, count).ids_RL.numel() <= layout.max_tokens
+
+
+def test_virtual_tokens_are_seen_in_rows_with_padding() -> None:
+    mask_RL = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    ids_RL = torch.tensor([[7, 8, 9], [7, 8, 9]])
+    wide = prepend_virtual_tokens({"input_ids": ids_RL, "attention_mask": mask_RL, "n": mask_RL}, 2)
+    assert wide["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert wide["input_ids"].tolist() == [[0, 0, 7, 8, 9], [0, 0, 7, 8, 9]]
+    assert set(wide) == {"input_ids", "attention_mask"}
+    narrow = prepend_virtual_tokens({"attention_mask": mask_RL.bool()}, 1)["attention_mask"]
+    assert narrow.tolist() == [[True, True, True, False], [True] * 4]
 
 
 @given(lengths=LENGTHS, layout=LAYOUTS, seed=SEEDS)
