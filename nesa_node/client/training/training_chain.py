@@ -1,7 +1,8 @@
 """A chain of spans that trains: passes of micro-batches, optimizer steps, and recovery by replay.
 
-After the loss of a node all spans return to the last checkpoint, and the steps since then run
-again from their recorded inputs and gradients: the result is the same.
+After the loss of a span's last node all spans return to the last checkpoint, and the steps since
+then run again from their recorded inputs and gradients: the result is the same. While each span has
+a node with its state, only the step under way runs again.
 
 T tokens of a micro-batch's texts, D hidden.
 """
