@@ -57,7 +57,7 @@ VALIDATION_SHARE = 0.05
 WINDOW = 20
 """Steps whose mean loss is a point of the curve."""
 CACHE_TOKENS = 2048
-CHAT_TEMPLATE_PROMPTS = ("mdadm", "The Role of Debian", "Setting up RAID")
+ASKED_TITLES = ("mdadm", "The Role of Debian", "Setting up RAID")
 ANSWER_TOKENS = 48
 RUNS: tuple[tuple[Quant, str | None], ...] = (
     ("none", None),
@@ -93,7 +93,7 @@ class Data:
     def ask(self, model: Any) -> list[str]:
         """Greedy answers to questions of the handbook's kind."""
         answers = []
-        for title in CHAT_TEMPLATE_PROMPTS:
+        for title in ASKED_TITLES:
             content = f"What does the Debian handbook say of: {title}?"
             ids_1L = self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": content}],
@@ -328,5 +328,5 @@ def show(rows: list[dict[str, Any]]) -> None:
     )
     for row in rows:
         for when, answers in row["answers"].items():
-            for title, answer in zip(CHAT_TEMPLATE_PROMPTS, answers, strict=True):
+            for title, answer in zip(ASKED_TITLES, answers, strict=True):
                 print(f"[{row['weights']}, {row['quality']}, {when}] {title}: {answer!r}")

@@ -27,7 +27,7 @@ from tests.engine.tiny_models import BLOCKS, reference
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS, remove_dropout
 from tests.swarms import in_process_swarm, thirds
 
-pytestmark = PEFT_WARNINGS
+pytestmark = [*PEFT_WARNINGS, pytest.mark.timeout(240)]
 SEED = 5
 STEPS = 6
 RATE = 2e-3

@@ -154,33 +154,30 @@ class TrainingNodes:
             members, more = await self._plan_group(hop, used)
             wanted.append(members)
             addresses |= more
-        failures: list[BaseException] = []
-        has_opened = False
+        known = {link.hop for group in self.groups for link in group.links}
+        wanted = [members for members in wanted if not known.issuperset(members)]
+        for members in filter(self._is_partitioned, wanted):
+            for group in [group for group in self.groups if group.span == members[0].span]:
+                await self._leave_group(group)
+        links = {link.hop: link for group in self.groups for link in group.links}
+        opened = await asyncio.gather(
+            *(
+                self._open(hop, addresses[hop.peer_id], len(members))
+                for members in wanted
+                for hop in members
+                if hop not in links
+            ),
+            return_exceptions=True,
+        )
+        links |= {each.hop: each for each in opened if isinstance(each, TrainingLink)}
         for members in wanted:
-            known = {link.hop: link for group in self.groups for link in group.links}
-            if all(hop in known for hop in members):
-                continue
-            if self._is_partitioned(members):
-                for group in [g for g in self.groups if g.span == members[0].span]:
-                    await self._leave_group(group)
-                known = {}
-            links = await asyncio.gather(
-                *(
-                    self._open(hop, addresses[hop.peer_id], len(members))
-                    for hop in members
-                    if hop not in known
-                ),
-                return_exceptions=True,
-            )
-            failures += [each for each in links if isinstance(each, BaseException)]
-            opened = [each for each in links if isinstance(each, TrainingLink)]
-            has_opened |= bool(opened)
-            await self._add_links([*(known[h] for h in members if h in known), *opened], members)
+            await self._add_links([links[hop] for hop in members if hop in links], members)
         for group in self.groups:
             group.lanes = self.lanes
-        if failures:
-            raise failures[0]
-        return has_opened
+        for each in opened:
+            if isinstance(each, BaseException):
+                raise each
+        return bool(opened)
 
     async def _plan_group(
         self, hop: Hop, used: frozenset[PeerId]
