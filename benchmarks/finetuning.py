@@ -215,7 +215,7 @@ def train_in_swarm(
     folder: Path, data: Data, options: Options, weights: Quant, quality: str
 ) -> dict[str, Any]:
     """Three daemons, each with one thread and a third of the model."""
-    import peft
+    from peft import PeftModel
 
     checkpoint = open_checkpoint(str(folder), cache_dir=folder)
     spans = split_evenly(checkpoint.num_blocks, options.nodes[0])
@@ -248,7 +248,7 @@ def train_in_swarm(
         base = load_local(folder, options)
         if weights != "none":
             use_dequantized(base, weights, options)
-        tuned = peft.PeftModel.from_pretrained(base, Path(temporary) / "adapter").eval()
+        tuned = PeftModel.from_pretrained(base, Path(temporary) / "adapter").eval()
         answers = data.ask(tuned)
     return {
         "losses": losses,

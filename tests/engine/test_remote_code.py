@@ -16,8 +16,10 @@ from nesa_node.engine.weights.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 LOADERS = frozenset({"from_pretrained", "from_config", "pipeline"})
-RUNS_NO_CODE = frozenset({"AutoDistributedModelForCausalLM", "GenerationConfig"})
-"""The first is ours, the second reads numbers."""
+RUNS_NO_CODE = frozenset(
+    {"AutoDistributedModelForCausalLM", "GenerationConfig", "PeftConfig", "PeftModel"}
+)
+"""The first is ours, the second reads numbers, and PEFT's read a config and weights."""
 
 
 def loading_calls() -> Iterator[tuple[str, ast.Call]]:

@@ -99,6 +99,7 @@ class AdapterFlags:
     prompt_text: Annotated[
         str | None,
         Parameter(
+            metavar="TEXT",
             group=ADAPTER,
             help="Text whose tokens a prompt begins with. [default: tokens drawn at random]",
         ),
