@@ -101,11 +101,7 @@ class FinetuningOptions:
             raise ConfigError("max_tokens and checkpoint_every must be at least 1")
         if self.max_kept_tokens is not None and self.max_kept_tokens < self.max_tokens:
             raise ConfigError("max_kept_tokens must be at least max_tokens")
-        self.replica_options  # noqa: B018  # checks its values
-
-    @property
-    def replica_options(self) -> ReplicaOptions:
-        return ReplicaOptions(replicas=self.replicas, zero_stage=self.zero_stage)
+        ReplicaOptions(replicas=self.replicas, zero_stage=self.zero_stage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +168,9 @@ class FinetuningSession:
             max_tokens=options.max_tokens,
             max_kept_tokens=options.max_kept_tokens or 8 * options.max_tokens,
         )
+        replicas = ReplicaOptions(replicas=options.replicas, zero_stage=options.zero_stage)
         self._held: HeldContext[TrainingChain] = loop.hold(
-            open_chain(limits, options.replica_options, state or initial_state)
+            open_chain(limits, replicas, state or initial_state)
         )
         self.chain = self._held.value
         self.model = TrainableModel(
