@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from nesa_node.client.training.adapter_folder import WEIGHTS_NAME
 from nesa_node.client.training.data.batches import MicroBatchData
 from nesa_node.client.training.finetuning_session import FinetuningOptions
 from nesa_node.core.errors import ConfigError, RefusedError, StreamClosedError
+from nesa_node.core.metrics import WIRE_BYTES
 from nesa_node.engine.training.adapters import (
     BottleneckConfig,
     DeepPromptConfig,
     OptimizerConfig,
 )
+from nesa_node.swarm.p2p.link_measurements import LinkSpeeds
 from tests.engine.chained import distance
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS, remove_dropout
@@ -134,6 +137,42 @@ def test_blocks_of_the_client_are_trained_too(folder: Path, tmp_path: Path) -> N
     assert found.keys() == theirs.keys()
     for name, value in found.items():
         assert distance(value, theirs[name]) <= 1e-4, name
+
+
+@pytest.mark.parametrize("quality", ["exact", "blockwise8"])
+def test_what_is_sent_is_counted_as_received(
+    quality: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[LinkSpeeds] = []
+    construct = LinkSpeeds.__init__
+
+    def construct_and_keep(self: LinkSpeeds, *args: Any, **more: Any) -> None:
+        construct(self, *args, **more)
+        found.append(self)
+
+    monkeypatch.setattr(LinkSpeeds, "__init__", construct_and_keep)
+    with (
+        in_process_swarm(folder, thirds(BLOCKS), tmp_path) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32, quality=quality
+        ) as model,
+        model.finetuning_session(CONFIG, seed=SEED, options=options()) as session,
+    ):
+        session.step(make_batch(0))
+        counts = dict.fromkeys(("sent", "received"), 0.0)
+        for metric, labels, value in model.samples():
+            if metric is WIRE_BYTES and isinstance(value, int | float):
+                counts[labels[1]] += value
+    assert counts["sent"] == counts["received"] > 0
+    sent = sum((each.sent_bytes for each in found), Counter[str]())
+    received = sum((each.received_bytes for each in found), Counter[str]())
+    assert sent == received
+    # 50 tokens forward and back to each of three nodes, and their gradients; 32 bits a value.
+    values = 50 * 2 * 2 * 3 * model.config.hidden_size
+    if quality == "exact":
+        assert sent == {"none": 4 * values}
+    else:
+        assert sum(sent.values()) < 2 * values
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,7 @@ class TrainingLink:
                 raise ProtocolError("bad_tensor", f"a tensor {list(meta.shape)}, not {list(shape)}")
             check_codec_allowed(self._quality, meta)
             values_TD = tensors.decode(meta, data, max_bytes=self._max_bytes)
+            self._wire.count_received(meta, data)
             if float(values_TD.abs().max()) > MAX_ABS_VALUE:
                 raise ProtocolError("bad_tensor", f"values above {MAX_ABS_VALUE:g}")
         except ProtocolError as error:

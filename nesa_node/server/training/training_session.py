@@ -314,6 +314,7 @@ class TrainingSession:
         check_codec_allowed(self._opened.quality, meta)
         decode = partial(tensors.decode, meta, payload, max_bytes=self._max_tensor_bytes)
         packed_TD = await asyncio.to_thread(decode)
+        self._wire.count_received(meta, payload)
         return layout.to_rows(packed_TD)
 
     async def _encode(self, packed_TD: Tensor) -> tuple[TensorMeta, memoryview | bytearray]:
