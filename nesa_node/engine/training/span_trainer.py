@@ -95,11 +95,12 @@ class SpanTrainer:
         optimizer: OptimizerConfig,
         *,
         keep: Keep = "inputs",
-        share: float = 1.0,
+        partitions: int = 1,
     ) -> None:
         """`keep`: of each micro-batch between its forward and its backward. See `Keep`.
 
-        `share` bounds the part of the parameters' numbers that the optimizer has state for.
+        `partitions` are the trainers that divide the optimizer's state. Tensors are not divided:
+        each may have the mean of their numbers and those of the largest one.
         """
         self.blocks = blocks
         self.applied = 0
@@ -119,7 +120,8 @@ class SpanTrainer:
         """Whether the gradients are those of all replicas."""
         self._updated: tuple[str, ...] = ()
         """Parameters that the last step changed."""
-        self._max_owned = share * sum(value.numel() for value in self._parameters.values())
+        sizes = [value.numel() for value in self._parameters.values()]
+        self._max_owned = min(sum(sizes), sum(sizes) / partitions + max(sizes, default=0))
 
     @property
     def kept_bytes(self) -> int:

@@ -47,10 +47,11 @@ class TrainingNeed:
         return self.adapter_bytes + self.running_bytes + self.kept_bytes[keep]
 
 
-def compute_share(blocks: ModelBlocks, partitions: int) -> float:
-    """Largest part of a span's adapters whose optimizer state one of `partitions` nodes has.
+def _compute_share(blocks: ModelBlocks, partitions: int) -> float:
+    """Part of a span's adapters whose optimizer state one of `partitions` nodes has, at most.
 
-    Tensors are not divided, so that a part may exceed the mean by a tensor, at most a block's.
+    Tensors are not divided: a part may exceed the mean by one, which is taken to be a block's.
+    Adapters of few blocks have larger ones, but `count_adapter_values` counts those of all blocks.
     """
     return min(1.0, 1 / partitions + 1 / blocks.num_blocks) if partitions > 1 else 1.0
 
@@ -70,7 +71,7 @@ def compute_need(
     `train_open`.
     """
     hidden_bytes = blocks.hidden_size * blocks.dtype.itemsize
-    share = compute_share(blocks, partitions)
+    share = _compute_share(blocks, partitions)
     moments = 2 if spec.optimizer.name == "adamw" else int(spec.optimizer.momentum > 0)
     grads = max(share, 1 / blocks.num_blocks) if hand_over else 1.0
     copies = 1 + grads + share * moments + (1 + share * moments)

@@ -23,7 +23,6 @@ from nesa_node.server.training.training_memory import (
     OpeningBudget,
     TrainingMemory,
     compute_need,
-    compute_share,
 )
 from nesa_node.server.training.training_session import TrainingSession
 from nesa_node.swarm.node import Swarm
@@ -92,7 +91,7 @@ class TrainingServer:
                     blocks,
                     spec,
                     keep=keep,
-                    share=compute_share(blocks, opened.partitions),
+                    partitions=opened.partitions,
                 ),
             )
             log.info(
@@ -128,10 +127,10 @@ class TrainingServer:
                 self._openings.charge(peer, time.monotonic() - started)
 
     def _make_trainer(
-        self, blocks: ModelBlocks, spec: TrainingSpec, *, keep: Keep, share: float
+        self, blocks: ModelBlocks, spec: TrainingSpec, *, keep: Keep, partitions: int
     ) -> SpanTrainer:
         adapted = AdaptedBlocks(blocks, self._checkpoint, spec.make_config(), seed=spec.seed)
-        return SpanTrainer(adapted, spec.optimizer, keep=keep, share=share)
+        return SpanTrainer(adapted, spec.optimizer, keep=keep, partitions=partitions)
 
     async def _run(
         self, stream: Stream, opened: TrainOpen, trainer: SpanTrainer, drain: Drain

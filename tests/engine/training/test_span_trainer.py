@@ -382,10 +382,26 @@ def test_bytes_of_replicas_are_those_of_zeros_arithmetic(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("partitions", [2, 3, 5])
+def test_few_tensors_are_divided_among_nodes(partitions: int, models_dir: Path) -> None:
+    """One layer of one block has adapters: some nodes have half of them, the rest none."""
+    folder = save_tiny_model("llama", models_dir)
+    config: Any = peft.LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[0])
+    adapted = adapt(Chain(folder), folder, config)[0]
+    values = {f"adapter.{name}": value.detach() for name, value in adapted.parameters.items()}
+    owners = assign_owners({name: value.numel() for name, value in values.items()}, partitions)
+    for rank in range(partitions):
+        span = SpanTrainer(adapted, OptimizerConfig(), partitions=partitions)
+        part = {name: value for name, value in values.items() if owners[name] == rank}
+        span.reduce(0, part)
+        span.apply(0, micro_batches=1, learning_rate=0.1, scale=1.0)
+        assert span.export_updated(1).keys() == part.keys()
+
+
 def test_more_than_the_share_is_refused(models_dir: Path) -> None:
     folder = save_tiny_model("llama", models_dir)
     [adapted, *_] = adapt(Chain(folder), folder, CONFIG)
-    span = SpanTrainer(adapted, OptimizerConfig(), share=0.5)
+    span = SpanTrainer(adapted, OptimizerConfig(), partitions=3)
     whole = {name: value for name, value in span.export().items() if name.startswith("adapter.")}
     owners = assign_owners({name: value.numel() for name, value in whole.items()}, 3)
     part = {name: value for name, value in whole.items() if owners[name] == 0}
