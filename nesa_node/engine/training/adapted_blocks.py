@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +62,13 @@ class MicroBatch:
     """Position of each token; None for 0, 1, 2, ... Of one sequence, positions that begin again
     separate the texts that are packed into it."""
 
+    def count_text_tokens(self) -> list[int]:
+        """Tokens of each text that is packed into one sequence; empty where there is no packing."""
+        if self.positions_RL is None or len(self.positions_RL) > 1:
+            return []
+        starts = (self.positions_RL[0] == 0).nonzero().flatten().tolist()
+        return [end - start for start, end in pairwise([*starts, self.positions_RL.shape[1]])]
+
 
 class AdaptedBlocks:
     """A span's blocks with trainable adapters, run one block at a time.
@@ -90,6 +99,7 @@ class AdaptedBlocks:
         self._edges: dict[int, BlockAdapter] = {}
         skeleton = Skeleton(checkpoint)
         family = skeleton.family
+        self._separates_texts = family.separates_texts
         decoder = detach_span(skeleton, self.span, dtype=self.dtype, device=self.device)
         for name, child in decoder.named_children():
             if isinstance(child, nn.Dropout):  # of embeddings, which the client has
@@ -139,20 +149,36 @@ class AdaptedBlocks:
         devices = [self.device] if self.device.type == "cuda" else []
         with _random_numbers, torch.random.fork_rng(devices):
             torch.manual_seed(_block_seed(batch.seed, index))
+            positions_RL = self._positions(hidden_RLD, batch)
             if edge is not None:
-                hidden_RLD = edge.change_input(hidden_RLD)
-            output_RLD: Tensor = decoder(
-                inputs_embeds=hidden_RLD,
-                attention_mask=None if batch.mask_RL is None else batch.mask_RL.to(self.device),
-                position_ids=self._positions(hidden_RLD, batch),
-                use_cache=False,
-            ).last_hidden_state
+                hidden_RLD = edge.change_input(hidden_RLD, positions_RL)
+            mask_RL = None if batch.mask_RL is None else batch.mask_RL.to(self.device)
+            sizes = [] if self._separates_texts else batch.count_text_tokens()
+            if len(sizes) > 1:
+                texts = torch.split(hidden_RLD, sizes, 1)
+                places = torch.split(positions_RL, sizes, 1)
+                outputs = map(partial(_run_decoder, decoder), texts, places)
+                output_RLD = torch.cat(list(outputs), 1)
+            else:
+                output_RLD = _run_decoder(decoder, hidden_RLD, positions_RL, mask_RL)
             return output_RLD if edge is None else edge.change_output(output_RLD)
 
     def _positions(self, hidden_RLD: Tensor, batch: MicroBatch) -> Tensor:
         if batch.positions_RL is not None:
             return batch.positions_RL.to(self.device)
         return torch.arange(hidden_RLD.shape[1], device=self.device).unsqueeze(0)
+
+
+def _run_decoder(
+    decoder: Any, hidden_RLD: Tensor, positions_RL: Tensor, mask_RL: Tensor | None = None
+) -> Tensor:
+    output_RLD: Tensor = decoder(
+        inputs_embeds=hidden_RLD,
+        attention_mask=mask_RL,
+        position_ids=positions_RL,
+        use_cache=False,
+    ).last_hidden_state
+    return output_RLD
 
 
 def find_adapter_shapes(

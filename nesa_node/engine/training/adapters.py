@@ -52,9 +52,9 @@ class BottleneckConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeepPromptConfig:
-    """Trained vectors that are added to the first tokens of each block's input.
+    """Trained vectors that are added to the first tokens of each text, in each block's input.
 
-    Sequences begin with as many virtual tokens.
+    Texts begin with as many virtual tokens.
     """
 
     num_virtual_tokens: int = 16
@@ -74,7 +74,8 @@ class BlockAdapter(nn.Module):
     title: str
     """In names of parameters."""
 
-    def change_input(self, hidden_RLD: Tensor) -> Tensor:
+    def change_input(self, hidden_RLD: Tensor, positions_RL: Tensor) -> Tensor:
+        """`positions_RL` may have one row for all."""
         return hidden_RLD
 
     def change_output(self, hidden_RLD: Tensor) -> Tensor:
@@ -110,10 +111,12 @@ class DeepPrompt(BlockAdapter):
         super().__init__()
         self.prompt = nn.Parameter(torch.zeros(num_virtual_tokens, hidden_size))
 
-    def change_input(self, hidden_RLD: Tensor) -> Tensor:
+    def change_input(self, hidden_RLD: Tensor, positions_RL: Tensor) -> Tensor:
         count = len(self.prompt)
-        first_RPD = hidden_RLD[:, :count] + self.prompt.to(hidden_RLD.dtype)
-        return torch.cat((first_RPD, hidden_RLD[:, count:]), dim=1)
+        # Other tokens get the last row: zeros.
+        vectors = functional.pad(self.prompt, (0, 0, 0, 1))
+        added_RLD = functional.embedding(positions_RL.clamp(max=count), vectors)
+        return hidden_RLD + added_RLD.to(hidden_RLD.dtype)
 
 
 @dataclass(frozen=True, slots=True)

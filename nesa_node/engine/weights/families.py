@@ -77,6 +77,8 @@ class ModelFamily:
     cache_heads: Callable[[Any], CacheHeads] = _grouped_query_heads
     packs_rows: bool = True
     """Attention uses transformers' interface, so rows can be packed; else rows run one by one."""
+    separates_texts: bool = True
+    """The decoder's own mask keeps texts apart whose positions begin again in one sequence."""
     has_llama_layers: bool = False
     """Layers are Llama-shaped, so that `FusedDecoder` can replace the decoder."""
     default_context_length: int | None = None
@@ -126,6 +128,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         embedding_norm="word_embeddings_layernorm",
         final_modules=("ln_f",),
         packs_rows=False,
+        separates_texts=False,
         default_context_length=2048,
     ),
     "falcon": ModelFamily(
@@ -136,6 +139,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         final_modules=("ln_f",),
         cache_heads=_falcon_heads,
         packs_rows=False,
+        separates_texts=False,
     ),
     "opt": ModelFamily(
         "OPT",
@@ -143,6 +147,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         projection_in="project_in",
         positions="embed_positions",
         final_modules=("final_layer_norm", "project_out"),
+        separates_texts=False,
     ),
 }
 

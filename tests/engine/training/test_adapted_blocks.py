@@ -323,10 +323,16 @@ def test_the_random_numbers_of_the_process_are_left_alone(models_dir: Path) -> N
 
 
 @torch.no_grad()
-def test_padding_and_packed_texts(models_dir: Path) -> None:
-    folder = save_tiny_model("llama", models_dir)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prompted", [False, True], ids=["lora", "deep_prompt"])
+def test_padding_and_packed_texts(
+    family: str, prompted: bool, models_dir: Path, tmp_path: Path
+) -> None:
+    folder = remove_dropout(save_tiny_model(family, models_dir), tmp_path)
     [blocks] = (chain := Chain(folder, spans=[Span(0, 6)])).blocks
-    span = AdaptedBlocks(blocks, open_local(folder), CONFIGS["lora"], seed=SEED)
+    config = DeepPromptConfig(4) if prompted else None
+    span = AdaptedBlocks(blocks, open_local(folder), config, seed=SEED)
+    randomize([span])
     ids_L = make_batch()[0]
     hidden_1LD = chain.embedder.embed_batch(ids_L[None], torch.arange(24)[None])
     alone = (
