@@ -206,6 +206,14 @@ class TrainingFlags:
             help="What replicas divide to save memory: 1 the optimizer's state, 2 gradients too.",
         ),
     ] = 0
+    average_every: Annotated[
+        int,
+        Parameter(
+            group=TRAINING,
+            help="Steps between two averagings of the replicas; 1: all train on their sum of "
+            "gradients. More saves traffic, and trains differently.",
+        ),
+    ] = 1
     checkpoint_every: Annotated[
         int,
         Parameter(

@@ -5,6 +5,7 @@ R rows, L tokens of each, V vocabulary.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 from collections import Counter
@@ -29,8 +30,12 @@ from nesa_node.engine.training.adapters import (
     DeepPromptConfig,
     OptimizerConfig,
 )
+from nesa_node.engine.weights.checkpoint import compute_model_id
+from nesa_node.swarm.dht.training_notices import SessionPlan, TrainingNotice
+from nesa_node.swarm.node import open_swarm
+from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.link_measurements import LinkSpeeds
-from tests.engine.chained import distance
+from tests.engine.chained import distance, open_local
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS, remove_dropout
 from tests.swarms import in_process_swarm, thirds
@@ -137,6 +142,37 @@ def test_blocks_of_the_client_are_trained_too(folder: Path, tmp_path: Path) -> N
     assert found.keys() == theirs.keys()
     for name, value in found.items():
         assert distance(value, theirs[name]) <= 1e-4, name
+
+
+def test_a_session_announces_its_plan(folder: Path, tmp_path: Path) -> None:
+    model_id = compute_model_id(open_local(folder))
+    limits = FinetuningOptions(max_tokens=64, data_digest="1e" * 32, objective="a loss of mine")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+
+    async def read(addresses: tuple[str, ...]) -> list[SessionPlan]:
+        """As any peer does."""
+        identity = Identity.ephemeral(tmp_path)
+        async with open_swarm(identity, initial_peers=addresses, listen=False) as swarm:
+            notices = await swarm.notices.fetch(TrainingNotice, model_id)
+        return [plan for notice in notices for plan in notice.plans]
+
+    with (
+        in_process_swarm(folder, thirds(BLOCKS), tmp_path) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32
+        ) as model,
+    ):
+        with model.finetuning_session(config, options=limits):
+            [first] = asyncio.run(read(addresses))
+            assert (first.objective, first.data) == ("a loss of mine", "1e" * 32)
+            assert (first.max_tokens, first.replicas, first.average_every) == (64, 1, 1)
+            with model.finetuning_session(config, options=limits, seed=1):
+                other = {plan.session: plan for plan in asyncio.run(read(addresses))}
+            assert other.pop(first.session) == first
+            [second] = other.values()
+            assert second.spec != first.spec
+            assert asyncio.run(read(addresses)) == [first]
+        assert asyncio.run(read(addresses)) == []
 
 
 @pytest.mark.parametrize("quality", ["exact", "blockwise8"])

@@ -21,6 +21,7 @@ from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.training.adapter_folder import WEIGHTS_NAME
 from nesa_node.client.training.finetuning_session import FinetuningOptions
 from nesa_node.client.training.replica_group import ZeroStage, assign_owners
+from nesa_node.core.errors import ConfigError
 from nesa_node.engine.training.adapters import OptimizerConfig
 from tests.engine.chained import distance
 from tests.engine.tiny_models import BLOCKS, reference
@@ -164,3 +165,66 @@ def test_owners_have_equal_parts() -> None:
         assert set(loads) == set(range(count))
         assert max(loads.values()) - min(loads.values()) <= 7
         assert owners == assign_owners(dict(reversed(sizes.items())), count)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_replicas_that_are_averaged(name: Any, folder: Path, tmp_path: Path) -> None:
+    """Each trains on its rows alone for three steps; the seventh is followed by a checkpoint."""
+    optimizer = OptimizerConfig(name, momentum=0.9 if name == "sgd" else 0.0)
+    every, steps = 3, 7
+    copies = [Reference(folder) for _ in range(2)]
+    optimizers = [optimizer.make(list(each.values.values())) for each in copies]
+    for step in range(steps):
+        rows = make_batch(step)["input_ids"]
+        # Norms are of both together, since both are clipped by one factor.
+        squares = 0.0
+        for at, each in enumerate(copies):
+            part = rows[at::2]
+            # Of the mean over all rows its part, twice.
+            loss = each.model(input_ids=part, labels=part, use_cache=False).loss
+            (2 * loss * len(part) / len(rows)).backward()
+            squares += sum(float(v.grad.square().sum()) for v in each.values.values()) / 2
+        for each, made in zip(copies, optimizers, strict=True):
+            assert made is not None
+            for value in each.values.values():
+                value.grad *= min(1.0, MAX_NORM / (squares**0.5 + 1e-6))
+            made.param_groups[0]["lr"] = RATE
+            made.step()
+            made.zero_grad()
+        if (step + 1) % every == 0 or step == steps - 1:
+            average_copies(copies, optimizers)
+    limits = FinetuningOptions(
+        learning_rate=RATE, max_grad_norm=MAX_NORM, max_tokens=16, replicas=2, average_every=every
+    )
+    with (
+        in_process_swarm(folder, [*thirds(BLOCKS), *thirds(BLOCKS)], tmp_path) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32
+        ) as model,
+        model.finetuning_session(CONFIG, optimizer=optimizer, seed=SEED, options=limits) as session,
+    ):
+        for step in range(steps):
+            session.step(make_batch(step))
+        session.save_pretrained(tmp_path / "adapter")
+    for key, value in load_file(tmp_path / "adapter" / WEIGHTS_NAME).items():
+        assert distance(value, copies[0].values[key].detach()) <= 1e-4, key
+
+
+def average_copies(copies: list[Reference], optimizers: list[Any]) -> None:
+    """Give both models the mean of their values and of their optimizers' states."""
+    with torch.no_grad():
+        for values in zip(*(each.values.values() for each in copies), strict=True):
+            groups = [list(values)]
+            states = [made.state[v] for made, v in zip(optimizers, values, strict=True)]
+            groups += [[state[key] for state in states] for key in states[0]]
+            for group in groups:
+                mean = sum(each.clone() for each in group) / len(group)
+                for each in group:
+                    each.copy_(mean)
+
+
+def test_averaging_needs_whole_replicas() -> None:
+    with pytest.raises(ConfigError, match="zero_stage=0"):
+        FinetuningOptions(replicas=2, average_every=4, zero_stage=1)
+    with pytest.raises(ConfigError, match="average_every must be at least 1"):
+        FinetuningOptions(average_every=0)

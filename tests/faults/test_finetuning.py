@@ -151,6 +151,29 @@ def test_a_replica_is_lost_and_another_one_joins(stage: int, folder: Path, tmp_p
         assert distance(value, theirs[name]) < 1e-5, name
 
 
+@pytest.mark.slow
+def test_averaged_replicas_survive_a_loss_and_a_join(folder: Path, tmp_path: Path) -> None:
+    """A replica is killed between two averagings, and the rest go on with what they have."""
+    with daemons(folder, tmp_path) as nodes:
+        nodes.start_all([*SPANS, *SPANS])
+        with open_session(folder, nodes.addresses, None, replicas=2, average_every=4) as session:
+            ledger, losses, sizes = [], [], []
+            while session.applied < 24:
+                if session.applied == 6:
+                    lost = session.hops[3].span
+                    kill_one(nodes, session, hop=3)
+                elif session.applied == 9:
+                    nodes.start(lost)
+                result = session.step(make_batch(session.applied % 4))
+                ledger.append(result.step)
+                losses.append(result.loss)
+                sizes.append(len(session.hops))
+    assert ledger == list(range(1, 25))
+    assert (sizes[0], sizes[7], sizes[-1]) == (6, 5, 6)
+    # The same four batches again and again.
+    assert sum(losses[-4:]) < sum(losses[:4])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_client_continues_from_its_checkpoint(
     kind: str, folder: Path, tmp_path: Path

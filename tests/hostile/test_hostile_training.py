@@ -64,6 +64,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 Attack = Callable[[Attacker], Coroutine[Any, Any, None]]
 ATTACKS: tuple[Attack, ...] = (
     training_attacks.bad_opens,
+    training_attacks.bad_plans,
     training_attacks.bad_passes,
     training_attacks.exploding,
     training_attacks.fatal_messages,

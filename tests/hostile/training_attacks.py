@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -14,7 +17,10 @@ import torch
 from torch import Tensor
 
 from nesa_node.compression import tensors
+from nesa_node.core.ids import ModelId
 from nesa_node.engine.training.span_trainer import hash_state
+from nesa_node.swarm.dht.training_notices import SessionPlan, TrainingNotice
+from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.protocol.any_message import AnyMessage, encode_message
 from nesa_node.swarm.protocol.messages import VERSION, ErrorMessage, Message, Ping, Pong
 from nesa_node.swarm.protocol.stream import FRAME_TIMEOUT_S
@@ -35,7 +41,7 @@ from nesa_node.swarm.protocol.training_messages import (
     TrainTensor,
 )
 from tests.hostile.attacker import Attacker, Wire, describe
-from tests.hostile.frames import Facts, frame, message_frame
+from tests.hostile.frames import frame, message_frame
 
 TOKENS = 8
 MAX_TOKENS, MAX_KEPT_TOKENS = 32, 64
@@ -50,16 +56,39 @@ def encode_spec(**changes: Any) -> bytes:
     return msgspec.msgpack.encode(SPEC | changes)
 
 
-def train_open(facts: Facts, session: bytes, spec: bytes) -> TrainOpen:
-    return TrainOpen(
-        version=VERSION,
-        model=facts.model_id,
-        session=session,
-        blocks=(facts.blocks[0], facts.blocks[1]),
-        spec=spec,
-        max_tokens=MAX_TOKENS,
-        max_kept_tokens=MAX_KEPT_TOKENS,
-    )
+def make_plan(opened: dict[str, Any], **changes: Any) -> SessionPlan:
+    fields: dict[str, Any] = {
+        "session": opened["session"].hex(),
+        "spec": hashlib.sha256(opened["spec"]).hexdigest(),
+        "max_tokens": opened["max_tokens"],
+        "checkpoint_every": 20,
+        "replicas": 1,
+        "zero_stage": 0,
+        "average_every": 1,
+    }
+    return SessionPlan(**fields | changes)
+
+
+def train_open(attacker: Attacker, *, planned: bool = True, **changes: Any) -> TrainOpen:
+    """An open, with `changes` in its plan too where they belong there, if it is `planned`."""
+    facts = attacker.facts
+    fields: dict[str, Any] = {
+        "version": VERSION,
+        "model": facts.model_id,
+        "session": attacker.rng.randbytes(16),
+        "blocks": (facts.blocks[0], facts.blocks[1]),
+        "spec": encode_spec(),
+        "max_tokens": MAX_TOKENS,
+        "max_kept_tokens": MAX_KEPT_TOKENS,
+    }
+    plan = make_plan(fields | changes if planned else fields)
+    fields["notice"], fields["plan"] = sign_plan(attacker, plan), plan.digest
+    return TrainOpen(**fields | changes)
+
+
+def sign_plan(attacker: Attacker, *plans: SessionPlan) -> bytes:
+    model = ModelId(attacker.facts.model_id)
+    return attacker.swarm.notices.sign(TrainingNotice, model, ttl_s=600.0, plans=plans)[1]
 
 
 @dataclass
@@ -68,6 +97,7 @@ class HostileTraining:
 
     wire: Wire
     hidden_size: int
+    plan: bytes
     step: int = 0
 
     async def ask(self, data: bytes) -> AnyMessage | None:
@@ -84,8 +114,11 @@ class HostileTraining:
         answer = await self.ask(message_frame(message, payload, **changes))
         return "closed" if answer is None else describe(answer)
 
+    def begin_frame(self, **changes: Any) -> bytes:
+        return message_frame(TrainBegin(step=self.step, plan=self.plan), **changes)
+
     async def begin(self) -> None:
-        answer = await self.ask(message_frame(TrainBegin(step=self.step)))
+        answer = await self.ask(self.begin_frame())
         assert isinstance(answer, TrainBegan), answer
 
     def forward(
@@ -148,18 +181,14 @@ class HostileTraining:
 
 
 @asynccontextmanager
-async def training(
-    attacker: Attacker, spec: bytes | None = None, **changes: Any
-) -> AsyncIterator[HostileTraining]:
+async def training(attacker: Attacker, **changes: Any) -> AsyncIterator[HostileTraining]:
     """A training session that was opened as it should be."""
     async with attacker.wire() as wire:
-        opening = train_open(
-            attacker.facts, attacker.rng.randbytes(16), encode_spec() if spec is None else spec
-        )
-        await wire.send(message_frame(opening, **changes))
+        opening = train_open(attacker, **changes)
+        await wire.send(message_frame(opening))
         answer = await wire.receive(60.0)
         assert isinstance(answer, TrainOpened), f"an honest open was answered by {answer}"
-        yield HostileTraining(wire, attacker.facts.hidden_size)
+        yield HostileTraining(wire, attacker.facts.hidden_size, opening.plan)
 
 
 NAMES = [f"m{number}" for number in range(2000)]
@@ -207,8 +236,32 @@ BAD_OPENS: Sequence[tuple[str, dict[str, Any], tuple[str, ...]]] = (
 
 async def bad_opens(attacker: Attacker) -> None:
     for kind, changes, allowed in BAD_OPENS:
-        opening = train_open(attacker.facts, attacker.rng.randbytes(16), encode_spec())
-        await attacker.first(kind, message_frame(opening, **changes), allowed)
+        await attacker.first(kind, message_frame(train_open(attacker, **changes)), allowed)
+
+
+async def bad_plans(attacker: Attacker) -> None:
+    """Sessions that are not what their client has signed, or has announced to all."""
+    refused = ("plan_mismatch",)
+    for kind, changes in (
+        ("another spec", {"spec": encode_spec(seed=2)}),
+        ("more tokens", {"max_tokens": MAX_TOKENS + 1}),
+        ("partitions", {"partitions": 2}),
+        ("no notice", {"notice": b""}),
+        ("junk as a notice", {"notice": b"\x91" * 4000}),
+        ("another plan", {"plan": bytes(32)}),
+    ):
+        opening = train_open(attacker, planned=False, **changes)
+        await attacker.first(kind, message_frame(opening), refused)
+    honest = train_open(attacker)
+    with TemporaryDirectory() as folder:
+        model, plan = ModelId(attacker.facts.model_id), make_plan(msgspec.structs.asdict(honest))
+        other = attacker.swarm.notices.signed_by(Identity.ephemeral(Path(folder)))
+        stolen = other.sign(TrainingNotice, model, ttl_s=600.0, plans=(plan,))[1]
+    changed = msgspec.structs.replace(honest, notice=stolen)
+    await attacker.first("another peer's notice", message_frame(changed), refused)
+    notices = attacker.swarm.notices
+    await notices.publish(TrainingNotice, model, ttl_s=600.0, plans=())
+    await attacker.first("withdrawn", message_frame(honest), refused)
 
 
 async def bad_passes(attacker: Attacker) -> None:
@@ -226,9 +279,10 @@ async def bad_passes(attacker: Attacker) -> None:
             ("backward first", session.backward(), ("stale_step",)),
             ("apply first", session.apply(), ("stale_step",)),
             ("apply of another step", session.apply(step=7), ("stale_step",)),
-            ("begin another step", message_frame(TrainBegin(step=3)), ("stale_step",)),
+            ("begin another step", session.begin_frame(step=3), ("stale_step",)),
+            ("begin for another plan", session.begin_frame(plan=bytes(32)), ("plan_mismatch",)),
             ("norm of another step", message_frame(TrainNorm(step=3)), ("stale_step",)),
-            ("an answer", message_frame(TrainBegan(step=0)), ("unexpected",)),
+            ("an answer", message_frame(TrainBegan(step=0, plan=bytes(32))), ("unexpected",)),
         ]
         for kind, data, allowed in refused:
             answer = await session.ask(data)
@@ -339,13 +393,13 @@ async def bad_states(attacker: Attacker) -> None:
 async def floods(attacker: Attacker) -> None:
     """Many messages at once, whose answers are read."""
     for kind, data in (
-        ("begins", message_frame(TrainBegin(step=0))),
+        ("begins", b""),
         ("norms", message_frame(TrainNorm(step=0))),
         ("pulls", message_frame(TrainPull())),
         ("pings", frame(encode_message(Ping(nonce=1)))),
     ):
         async with training(attacker) as session:
-            await session.wire.send(data * 200)
+            await session.wire.send((data or session.begin_frame()) * 200)
             await session.settle()
             attacker.tally.note(kind, "settled")
 

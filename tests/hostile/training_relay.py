@@ -11,11 +11,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from nesa_node.compression import tensors
 from nesa_node.core.errors import NesaError
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.swarm.dht.training_notices import TrainingNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.protocol.messages import PROTOCOL, ErrorMessage, Ping, Pong, Probe
 from nesa_node.swarm.protocol.stream import Stream
@@ -84,6 +86,7 @@ class TrainingRelay:
             if not isinstance(opened, TrainOpen):
                 return
             self.opens += 1
+            opened = await self._sign(opened)
             dialed = await self.swarm.transport.open_stream(self._behind, PROTOCOL, self._addresses)
             behind = Stream(self._behind, *dialed)
             try:
@@ -95,6 +98,14 @@ class TrainingRelay:
                 await behind.close()
         except* (NesaError, OSError):
             pass  # one of both has hung up
+
+    async def _sign(self, opened: TrainOpen) -> TrainOpen:
+        """The client's plan, as this member's own."""
+        signed = self.swarm.notices.open(TrainingNotice, opened.notice)
+        _, sealed = self.swarm.notices.sign(
+            TrainingNotice, ModelId(opened.model), ttl_s=600.0, plans=signed.plans
+        )
+        return msgspec.structs.replace(opened, notice=sealed)
 
     async def _ask(self, client: Stream, behind: Stream) -> None:
         while True:
@@ -232,6 +243,8 @@ MISDEEDS = (
     Misdeed("another micro-batch", TrainOutput, with_next("micro"), "unexpected"),
     Misdeed("gradient of another", TrainGradient, with_next("micro"), "unexpected"),
     Misdeed("began another step", TrainBegan, with_next("step"), "unexpected"),
+    Misdeed("began another plan", TrainBegan, with_fields(plan=bytes(32)), "unexpected"),
+    Misdeed("another plan", TrainOpened, error("plan_mismatch", fatal=True), "plan_mismatch"),
     Misdeed("applied another step", TrainApplied, with_next("step"), "unexpected", after=1),
     Misdeed("an answer twice", TrainApplied, twice, "unexpected"),
     Misdeed("infinite norm", TrainNormed, with_fields(squared_norm=math.inf), "bad_frame"),

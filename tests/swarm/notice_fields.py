@@ -24,6 +24,7 @@ from nesa_node.swarm.dht.sealing import (
     PlacementNotice,
     ReportedFailure,
 )
+from nesa_node.swarm.dht.training_notices import SessionPlan, TrainingNotice
 from nesa_node.swarm.p2p.identity import Identity
 from tests.swarm.record_fields import MODEL_ID
 
@@ -42,6 +43,21 @@ def listed_adapter(**changes: Any) -> ListedAdapter:
         "description": "answers politely",
     }
     return ListedAdapter.model_validate({**fields, **changes})
+
+
+def session_plan(**changes: Any) -> SessionPlan:
+    fields: dict[str, Any] = {
+        "session": "ab" * 16,
+        "spec": "0f" * 32,
+        "objective": "cross entropy of next tokens",
+        "data": "1e" * 32,
+        "max_tokens": 2048,
+        "checkpoint_every": 20,
+        "replicas": 2,
+        "zero_stage": 1,
+        "average_every": 1,
+    }
+    return SessionPlan.model_validate({**fields, **changes})
 
 
 FIELDS: dict[type[Notice], dict[str, Any]] = {
@@ -88,6 +104,7 @@ FIELDS: dict[type[Notice], dict[str, Any]] = {
         ),
     },
     AdapterNotice: {"adapters": (listed_adapter(),)},
+    TrainingNotice: {"plans": (session_plan(),)},
 }
 
 

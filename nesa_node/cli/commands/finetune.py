@@ -214,6 +214,7 @@ class _Run:
             checkpoint_every=training.checkpoint_every,
             replicas=training.num_replicas,
             zero_stage=training.zero_stage,
+            average_every=training.average_every,
             checkpoint_path=self._output / CHECKPOINT_NAME,
             data_digest=digest_examples(
                 examples, data.packing, data.rows, self._max_length, data.micro_batches, plan

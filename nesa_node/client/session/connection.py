@@ -20,6 +20,7 @@ from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
 from nesa_node.client.session.base import SessionPrefix
 from nesa_node.client.session.session import RemoteSession
 from nesa_node.client.session.telemetry import SessionMetrics, session_samples
+from nesa_node.client.training.announced_plan import AnnouncedPlan
 from nesa_node.client.training.replica_group import ReplicaOptions
 from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
@@ -36,6 +37,7 @@ from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.routing.chain_request import VISIT_OVERHEAD_S
 from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, list_published
 from nesa_node.swarm.dht.adapter_notices import AdapterNotice
+from nesa_node.swarm.dht.training_notices import SessionPlan
 from nesa_node.swarm.node import Swarm, open_swarm, swarm_samples
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.link_measurements import ping
@@ -191,6 +193,7 @@ class RemoteConnection:
         spec: TrainingSpec,
         shapes: Mapping[str, tuple[int, ...]],
         limits: TrainingLimits,
+        plan: SessionPlan,
         state: SpanState | None = None,
         replicas: ReplicaOptions,
         local: Sequence[LocalTrainingSpan] = (),
@@ -204,7 +207,10 @@ class RemoteConnection:
             span=span,
             options=replace(self._request.options, routing="star", replicate_cache=False),
         )
-        nodes = TrainingNodes(self.swarm, request, self._planner, spec, shapes, limits, replicas)
+        announced = AnnouncedPlan(self.swarm.notices, request.model_id, plan)
+        nodes = TrainingNodes(
+            self.swarm, request, self._planner, spec, shapes, limits, replicas, announced
+        )
         chain = TrainingChain(request, nodes, limits, local)
         try:
             await chain.open(state)

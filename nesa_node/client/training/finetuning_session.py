@@ -6,7 +6,9 @@ R rows, L tokens of each, T tokens of all texts, N positions that are learned, D
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
+import secrets
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -47,6 +49,7 @@ from nesa_node.engine.training.span_trainer import hash_state
 from nesa_node.engine.training.text_layout import TextLayout
 from nesa_node.engine.training.training_spec import TrainingSpec
 from nesa_node.routing.chains import Hop
+from nesa_node.swarm.dht.training_notices import SessionPlan
 
 if TYPE_CHECKING:
     from nesa_node.engine.training.training_spec import AdapterConfig
@@ -64,7 +67,11 @@ class OpenChain(Protocol):
     """Opens the spans that a session trains through."""
 
     def __call__(
-        self, limits: TrainingLimits, replicas: ReplicaOptions, state: SpanState | None
+        self,
+        limits: TrainingLimits,
+        replicas: ReplicaOptions,
+        plan: SessionPlan,
+        state: SpanState | None,
     ) -> AbstractAsyncContextManager[TrainingChain]: ...
 
 
@@ -88,8 +95,12 @@ class FinetuningOptions:
     """Nodes that train each span, on different micro-batches, where the swarm has as many."""
     zero_stage: ZeroStage = 0
     """What replicas divide: 1 optimizer state, 2 also gradients (`ReplicaOptions`)."""
+    average_every: int = 1
+    """Above 1, replicas train apart, and are averaged after so many steps (`ReplicaOptions`)."""
     data_digest: str = ""
     """Digest of the order of micro-batches, where a session continues with the same."""
+    objective: str = "cross entropy of next tokens"
+    """What is minimised, as the session's plan says it: `step` computes this one."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError`."""
@@ -101,7 +112,27 @@ class FinetuningOptions:
             raise ConfigError("max_tokens and checkpoint_every must be at least 1")
         if self.max_kept_tokens is not None and self.max_kept_tokens < self.max_tokens:
             raise ConfigError("max_kept_tokens must be at least max_tokens")
-        ReplicaOptions(replicas=self.replicas, zero_stage=self.zero_stage)
+        self.replica_options  # noqa: B018  # checks them
+
+    @property
+    def replica_options(self) -> ReplicaOptions:
+        """Raises `ConfigError`."""
+        return ReplicaOptions(
+            replicas=self.replicas, zero_stage=self.zero_stage, average_every=self.average_every
+        )
+
+    def make_plan(self, spec: TrainingSpec) -> SessionPlan:
+        return SessionPlan(
+            session=secrets.token_hex(16),
+            spec=hashlib.sha256(spec.encode()).hexdigest(),
+            objective=self.objective,
+            data=self.data_digest,
+            max_tokens=self.max_tokens,
+            checkpoint_every=self.checkpoint_every,
+            replicas=self.replicas,
+            zero_stage=self.zero_stage,
+            average_every=self.average_every,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +199,9 @@ class FinetuningSession:
             max_tokens=options.max_tokens,
             max_kept_tokens=options.max_kept_tokens or 8 * options.max_tokens,
         )
-        replicas = ReplicaOptions(replicas=options.replicas, zero_stage=options.zero_stage)
+        plan = options.make_plan(spec)
         self._held: HeldContext[TrainingChain] = loop.hold(
-            open_chain(limits, replicas, state or initial_state)
+            open_chain(limits, options.replica_options, plan, state or initial_state)
         )
         self.chain = self._held.value
         self.model = TrainableModel(

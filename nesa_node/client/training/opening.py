@@ -31,6 +31,7 @@ from nesa_node.engine.training.training_spec import TrainingSpec, make_spec
 from nesa_node.engine.training.training_state import ADAPTER
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.skeleton import Skeleton
+from nesa_node.swarm.dht.training_notices import SessionPlan
 
 if TYPE_CHECKING:
     from nesa_node.engine.training.training_spec import AdapterConfig
@@ -94,7 +95,11 @@ class TrainingOpener:
 
     @asynccontextmanager
     async def open(
-        self, limits: TrainingLimits, replicas: ReplicaOptions, state: SpanState | None
+        self,
+        limits: TrainingLimits,
+        replicas: ReplicaOptions,
+        plan: SessionPlan,
+        state: SpanState | None,
     ) -> AsyncIterator[TrainingChain]:
         """Open a session at each node; with `state` training continues from there."""
         local = await asyncio.to_thread(self._make_local)
@@ -111,6 +116,7 @@ class TrainingOpener:
                 spec=self.spec,
                 shapes=shapes,
                 limits=limits,
+                plan=plan,
                 replicas=replicas,
                 state=state,
                 local=local,

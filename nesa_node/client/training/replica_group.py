@@ -5,6 +5,9 @@ nodes, and either every node updates all parameters, or each updates its part of
 alone it has optimizer state (ZeRO, stage 1), and the client gives it to the rest. In stage 2
 gradients are handed over with each micro-batch, so that nodes do not keep them.
 
+With averaging every k > 1 steps nodes update all parameters by their own gradients, and then each
+gets the mean of all nodes' parameters and optimizer state.
+
 T tokens of a micro-batch's texts, D hidden.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -41,6 +45,9 @@ class ReplicaOptions:
     """Wanted; where fewer nodes have a span's blocks, fewer train it."""
     zero_stage: ZeroStage = 0
     """Of ZeRO: 1 divides the optimizer state among replicas, 2 gradients too."""
+    average_every: int = 1
+    """Steps between two averagings of the replicas' parameters and optimizer states. 1: there are
+    none, since the gradients of each step are added."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError`."""
@@ -48,6 +55,12 @@ class ReplicaOptions:
             raise ConfigError(f"replicas must be from 1 to {MAX_REPLICAS}, got {self.replicas}")
         if self.zero_stage not in get_args(ZeroStage):
             raise ConfigError(f"zero_stage must be 0, 1 or 2, got {self.zero_stage}")
+        if self.average_every < 1:
+            raise ConfigError(f"average_every must be at least 1, got {self.average_every}")
+        if self.average_every > 1 and self.zero_stage:
+            raise ConfigError(
+                "average_every above 1 needs zero_stage=0: each replica updates all parameters"
+            )
 
 
 class ReplicaGroup:
@@ -60,8 +73,9 @@ class ReplicaGroup:
         seconds_by_peer: dict[PeerId, float],
         *,
         is_partitioned: bool,
+        average_every: int,
     ) -> None:
-        """`shapes` are those of the span's parameters.
+        """`shapes` are those of the span's parameters; `average_every` as in `ReplicaOptions`.
 
         `seconds_by_peer` gets the time between messages and their answers.
         """
@@ -69,6 +83,9 @@ class ReplicaGroup:
         self.links = list(links)
         self.lanes = 1
         self.is_partitioned = is_partitioned and len(links) > 1
+        self._average_every = average_every
+        self._averaged_at = 0
+        """Steps after which all nodes last had the same state."""
         self._seconds_by_peer = seconds_by_peer
         self._owners = assign_owners(
             {f"{ADAPTER}{name}": math.prod(shape) for name, shape in shapes.items()}, len(links)
@@ -98,35 +115,53 @@ class ReplicaGroup:
     async def squared_norm(self, step: int, micro_batches: int) -> float:
         if len(self.links) == 1:
             return await self.links[0].squared_norm(step)
-        counts = [len(range(lane, micro_batches, self.lanes)) for lane in range(self.lanes)]
-        parts = await gather_all(
-            [
-                link.collect(step, count)
-                for link, count in zip(self.links, counts, strict=False)
-                if count
-            ]
-        )
+        counts = self._count_micro_batches(micro_batches)
+        busy = [(link, count) for link, count in zip(self.links, counts, strict=True) if count]
+        if self._average_every > 1:
+            # Mean of the squares of what each node applies: `lanes` times its own gradients.
+            norms = await gather_all([link.squared_norm(step) for link, _ in busy])
+            return self.lanes * sum(norms)
+        parts = await gather_all([link.collect(step, count) for link, count in busy])
         self._sums = await asyncio.to_thread(_add, parts)
         return sum(float(grad.square().sum(dtype=torch.float64)) for grad in self._sums.values())
 
     async def apply(
         self, step: int, *, micro_batches: int, learning_rate: float, scale: float
     ) -> None:
-        if len(self.links) > 1:
+        counts = [micro_batches] * len(self.links)
+        if self._average_every > 1:
+            counts, scale = self._count_micro_batches(micro_batches), scale * self.lanes
+        elif len(self.links) > 1:
             sums, self._sums = self._sums, {}
             await gather_all(
                 [link.reduce(step, self._select(sums, rank)) for rank, link in self._ranked]
             )
         await gather_all(
             [
-                link.apply(
-                    step, micro_batches=micro_batches, learning_rate=learning_rate, scale=scale
-                )
-                for link in self.links
+                link.apply(step, micro_batches=count, learning_rate=learning_rate, scale=scale)
+                for link, count in zip(self.links, counts, strict=True)
             ]
         )
         if self.is_partitioned:
             await self._share_updates(step + 1)
+        if self._average_every > 1 and (step + 1) % self._average_every == 0:
+            await self._average(step + 1, self.links[: self.lanes])
+
+    def _count_micro_batches(self, micro_batches: int) -> list[int]:
+        """Of a step's `micro_batches` those of each node."""
+        counts = [len(range(lane, micro_batches, self.lanes)) for lane in range(self.lanes)]
+        return counts + [0] * (len(self.links) - self.lanes)
+
+    def _has_one_state(self, applied: int) -> bool:
+        """Whether all nodes that had `applied` steps have the same parameters."""
+        return self._average_every == 1 or self._averaged_at == applied
+
+    async def _average(self, applied: int, links: Sequence[TrainingLink]) -> None:
+        """Give all nodes the mean of the states of `links`."""
+        states = await gather_all([link.export(applied) for link in links])
+        mean = await asyncio.to_thread(_average, [state.tensors for state in states])
+        await gather_all([link.restore(SpanState(applied, mean)) for link in self.links])
+        self._averaged_at = applied
 
     async def _share_updates(self, applied: int) -> None:
         """Give each node the parameters that the rest have updated."""
@@ -156,12 +191,17 @@ class ReplicaGroup:
             return True
         if not up_to_date or self.is_partitioned:
             return False
+        if not self._has_one_state(applied):
+            await self._average(applied, up_to_date)
+            return True
         state = await up_to_date[0].export(applied)
         await gather_all([link.restore(state) for link in self.links if link not in up_to_date])
         return True
 
     async def export(self, applied: int) -> SpanState:
         if not self.is_partitioned:
+            if not self._has_one_state(applied):
+                await self._average(applied, self.links[: self.lanes])
             return await self.links[0].export(applied)
         found: dict[str, Tensor] = {}
         for state in await gather_all([link.export(applied) for link in self.links]):
@@ -175,6 +215,7 @@ class ReplicaGroup:
                 for rank, link in self._ranked
             ]
         )
+        self._averaged_at = state.applied
 
     async def close(self) -> None:
         await asyncio.gather(*(link.close() for link in self.links))
@@ -221,6 +262,12 @@ def assign_owners(sizes: Mapping[str, int], count: int) -> dict[str, int]:
         owners[name] = rank = loads.index(min(loads))
         loads[rank] += sizes[name]
     return owners
+
+
+def _average(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Means of tensors by name. A node that has had no gradient has no optimizer state."""
+    counts = Counter(name for state in states for name in state)
+    return {name: total / counts[name] for name, total in _add(states).items()}
 
 
 def _add(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.training.announced_plan import AnnouncedPlan
 from nesa_node.client.training.training_questions import Payload, TrainingQuestions
 from nesa_node.client.training.training_span import MicroBatchPass, SpanState
 from nesa_node.compression import tensors
@@ -120,6 +121,8 @@ class TrainingLink:
         self._wire = LinkEncoder(EXACT, (), speed)
         """Until the node has said what it decodes."""
         self._quality = request.options.quality
+        self._plan = b""
+        """Its digest."""
         self._hidden_size = request.hidden_size
         self._limits = limits
         self._open_timeout_s = min(OPEN_TIMEOUT_S, max(request.options.recovery_timeout_s, 10.0))
@@ -153,14 +156,16 @@ class TrainingLink:
         swarm: Swarm,
         request: RouteRequest,
         spec: bytes,
+        plan: AnnouncedPlan,
         *,
         partitions: int,
         hand_over: bool,
     ) -> None:
         """Open the session at the node. `partitions` and `hand_over` are as in `train_open`.
 
-        Raises `PeerUnreachableError`, `BusyError` and `RemoteError`.
+        Raises `PeerUnreachableError`, `BusyError` and `RemoteError`, and what `plan.seal` raises.
         """
+        self._plan = plan.digest
         session = SessionId(secrets.token_bytes(16))
         message = TrainOpen(
             version=VERSION,
@@ -168,6 +173,8 @@ class TrainingLink:
             session=session,
             blocks=(self.span.start, self.span.end),
             spec=spec,
+            notice=await plan.seal(),
+            plan=plan.digest,
             max_tokens=self._limits.max_tokens,
             max_kept_tokens=self._limits.max_kept_tokens,
             membership=membership_proof(
@@ -205,7 +212,8 @@ class TrainingLink:
         await self._questions.run()
 
     async def begin(self, step: int) -> None:
-        await self._questions.ask(TrainBegin(step=step), TrainBegan, (step,))
+        message = TrainBegin(step=step, plan=self._plan)
+        await self._questions.ask(message, TrainBegan, (step, self._plan))
 
     async def forward(
         self, batch: MicroBatchPass, hidden_TD: Tensor, *, keep: bool = True

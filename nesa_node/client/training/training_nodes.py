@@ -11,14 +11,21 @@ from typing import TypeVar
 from nesa_node.client.routing.node_selection import NodeSelector
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.training.announced_plan import AnnouncedPlan
 from nesa_node.client.training.replica_group import ReplicaGroup, ReplicaOptions
-from nesa_node.client.training.training_link import TrainingLimits, TrainingLink, dial_training
+from nesa_node.client.training.training_link import (
+    CLOSE_TIMEOUT_S,
+    TrainingLimits,
+    TrainingLink,
+    dial_training,
+)
 from nesa_node.core.errors import (
     BusyError,
     PeerUnreachableError,
     ProtocolError,
     RemoteError,
     StreamClosedError,
+    SwarmError,
 )
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
@@ -52,6 +59,7 @@ class TrainingNodes:
         shapes: Mapping[str, tuple[int, ...]],
         limits: TrainingLimits,
         options: ReplicaOptions,
+        plan: AnnouncedPlan,
     ) -> None:
         """`request.span` are the blocks in the swarm; `shapes` those of their parameters."""
         self.groups: list[ReplicaGroup] = []
@@ -65,6 +73,7 @@ class TrainingNodes:
         self._shapes = dict(shapes)
         self._limits = limits
         self._options = options
+        self._plan = plan
         self._selector = NodeSelector(swarm, request, planner)
         self._runs: dict[TrainingLink, asyncio.Task[None]] = {}
         self._losses: dict[PeerId, list[float]] = {}
@@ -103,10 +112,13 @@ class TrainingNodes:
         return bool(lost) or has_opened
 
     async def close(self) -> None:
-        """Leave all nodes."""
+        """Leave all nodes, and withdraw the plan."""
         links = [link for group in self.groups for link in group.links]
         await asyncio.gather(*(self._close_link(link) for link in links))
         self.groups.clear()
+        with suppress(SwarmError, TimeoutError):  # it expires
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._plan.withdraw()
 
     async def _leave(self, link: TrainingLink) -> None:
         """Leave a node; where replicas divide the optimizer state, all of its group."""
@@ -214,6 +226,7 @@ class TrainingNodes:
                 shapes,
                 self.seconds_by_peer,
                 is_partitioned=self._is_partitioned(members),
+                average_every=self._options.average_every,
             )
             self.groups.append(group)
             self.groups.sort(key=lambda group: group.span.start)
@@ -230,6 +243,7 @@ class TrainingNodes:
                     self._swarm,
                     self._request,
                     self._spec.encode(),
+                    self._plan,
                     partitions=members if stage else 1,
                     hand_over=stage == 2 and members > 1,
                 )

@@ -57,6 +57,8 @@ BUSY_LIMIT_FACTOR = 20
 """Longest time for one answer of a node that says that it computes, in `step_timeout_s`."""
 M = TypeVar("M", bound=Message)
 Payload = memoryview | bytearray | bytes
+About = tuple[int | bytes, ...]
+"""Step, micro-batch or steps that were applied, and the digest of the session's plan."""
 _Notice = Pong | Probe | Received | Leaving
 _WithTensors = TrainState | TrainGradients | TrainParameters
 
@@ -76,10 +78,10 @@ Expected = asyncio.Future[Answer[Message]]
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """A message that waits for its answer, which repeats the numbers `about`."""
+    """A message that waits for its answer, which repeats what it is `about`."""
 
     answer: type[Message]
-    about: tuple[int, ...]
+    about: About
     future: Expected
 
 
@@ -152,7 +154,7 @@ class TrainingQuestions:
             self.fail(group.exceptions[0])
 
     async def ask(
-        self, message: Message, answer: type[M], about: tuple[int, ...], payload: Payload = b""
+        self, message: Message, answer: type[M], about: About, payload: Payload = b""
     ) -> Answer[M]:
         """Send a message and wait for its answer. Raises `RemoteError` for a refusal."""
         expected = await self.send([(message, payload)], answer, about)
@@ -162,7 +164,7 @@ class TrainingQuestions:
         self,
         parts: Sequence[tuple[Message, Payload]],
         answer: type[Message],
-        about: tuple[int, ...],
+        about: About,
     ) -> Expected:
         """Send messages that have one answer. A cancelled call sends them to their end, too."""
 
@@ -185,7 +187,7 @@ class TrainingQuestions:
             raise
         return sending.result()
 
-    def _expect(self, answer: type[Message], about: tuple[int, ...]) -> Expected:
+    def _expect(self, answer: type[Message], about: About) -> Expected:
         if self.failure is not None:
             raise self.failure
         if not self._expected:
@@ -226,7 +228,7 @@ class TrainingQuestions:
                     f"{self.peer} answered {type(message).__name__}, not "
                     f"{question.answer.__name__}",
                 )
-            if (found := _numbers_of(message)) != question.about:
+            if (found := _about(message)) != question.about:
                 raise RemoteError(
                     "unexpected",
                     f"{self.peer} answered {type(message).__name__} for {found}, not for "
@@ -339,14 +341,16 @@ class TrainingQuestions:
         return self.failure
 
 
-def _numbers_of(message: AnyMessage) -> tuple[int, ...]:
-    """Numbers of an answer that repeat those of its question."""
+def _about(message: AnyMessage) -> About:
+    """What an answer repeats of its question."""
     match message:
+        case TrainBegan():
+            return message.step, message.plan
         case TrainOutput() | TrainGradient():
             return message.step, message.micro
         case TrainState() | TrainRestored() | TrainParameters():
             return (message.applied,)
-        case TrainBegan() | TrainNormed() | TrainApplied() | TrainGradients() | TrainReduced():
+        case TrainNormed() | TrainApplied() | TrainGradients() | TrainReduced():
             return (message.step,)
         case _:
             return ()

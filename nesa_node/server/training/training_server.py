@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from nesa_node.compression.codecs import codec_names
-from nesa_node.core.errors import ConfigError, ProtocolError, is_installed
-from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.errors import ConfigError, ProtocolError, RecordError, is_installed
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks
@@ -25,6 +27,7 @@ from nesa_node.server.training.training_memory import (
     compute_need,
 )
 from nesa_node.server.training.training_session import TrainingSession
+from nesa_node.swarm.dht.training_notices import TrainingNotice
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.tasks import wait_until_done
 from nesa_node.swarm.protocol.link_encoder import HiddenStatesSpec, LinkEncoder, get_link_speed
@@ -33,6 +36,9 @@ from nesa_node.swarm.protocol.stream import Stream
 from nesa_node.swarm.protocol.training_messages import TrainOpen, TrainOpened
 
 log = get_logger(__name__)
+
+PLAN_READ_S = 5.0
+"""Longest read of the DHT for what a client has announced. It signed what it sends, too."""
 
 
 class TrainingServer:
@@ -72,6 +78,7 @@ class TrainingServer:
             raise ProtocolError("bad_spec", str(error)) from None
         if opened.max_tokens > opened.max_kept_tokens:
             raise ProtocolError("bad_spec", "max_kept_tokens must be at least max_tokens")
+        await self._agree(stream.peer, opened)
         blocks = self._blocks.select(Span(*opened.blocks))
         need = compute_need(
             blocks,
@@ -104,6 +111,41 @@ class TrainingServer:
                 await self._run(stream, opened, trainer, drain)
             finally:
                 log.info("training_closed", blocks=str(blocks.span), steps=trainer.applied)
+
+    async def _agree(self, peer: PeerId, opened: TrainOpen) -> None:
+        """Check that the session is one that its client has announced, to all nodes alike.
+
+        Raises `ProtocolError("plan_mismatch")`.
+        """
+        notices = self._swarm.notices
+        try:
+            notice = notices.open(TrainingNotice, opened.notice)
+        except RecordError as error:
+            raise ProtocolError("plan_mismatch", str(error)) from None
+        if (notice.peer_id, notice.model_id) != (peer, opened.model):
+            raise ProtocolError("plan_mismatch", "the notice is of another peer or model")
+        plan = notice.find_plan(opened.plan)
+        if plan is None:
+            raise ProtocolError("plan_mismatch", "the notice has no such plan")
+        stage = 0 if opened.partitions == 1 else 2 if opened.hand_over else 1
+        differences = [
+            name
+            for name, differs in (
+                ("spec", plan.spec != hashlib.sha256(opened.spec).hexdigest()),
+                ("max_tokens", plan.max_tokens != opened.max_tokens),
+                ("partitions", opened.partitions > plan.replicas),
+                ("zero_stage", stage not in (0, plan.zero_stage)),
+            )
+            if differs
+        ]
+        if differences:
+            raise ProtocolError("plan_mismatch", f"not as planned: {', '.join(differences)}")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PLAN_READ_S):
+                for known in await notices.fetch(TrainingNotice, ModelId(opened.model)):
+                    is_newer = known.order >= notice.order
+                    if known.peer_id == peer and is_newer and known.find_plan(plan.digest) is None:
+                        raise ProtocolError("plan_mismatch", "its client has announced other plans")
 
     async def _build(self, peer: PeerId, make: Callable[[], SpanTrainer]) -> SpanTrainer:
         """Make adapters, one session's at a time, beside the threads that compute.

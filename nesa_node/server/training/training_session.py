@@ -229,9 +229,11 @@ class TrainingSession:
         trainer = self._trainer
         match message:
             case TrainBegin():
+                if message.plan != self._opened.plan:
+                    raise ProtocolError("plan_mismatch", "the step is of another plan")
                 await self._run(partial(trainer.begin, message.step))
                 self._layouts.clear()
-                return [(TrainBegan(step=message.step), b"")]
+                return [(TrainBegan(step=message.step, plan=message.plan), b"")]
             case TrainForward():
                 return [await self._forward(message, payload)]
             case TrainBackward():

@@ -33,6 +33,7 @@ from nesa_node.swarm.dht.sealing import (
     check_own_addresses,
     max_items,
 )
+from nesa_node.swarm.dht.training_notices import TrainingNotice
 from nesa_node.topology.roofline import WeightFigures
 
 POOL = ModelId("pool")
@@ -269,6 +270,7 @@ NOTICE_KINDS: dict[str, type[Notice]] = {
         BuildRequest,
         PoolStatus,
         AdapterNotice,
+        TrainingNotice,
     )
 }
-"""All kinds of notices, those of `sealing.py` and `adapter_notices.py` too."""
+"""All kinds of notices, those of the modules beside this one too."""

@@ -34,7 +34,10 @@ MAX_PARTITIONS = 64
 MAX_SQUARED_NORM = 1e100
 """Above what gradients in float32 can have, and finite in sums over nodes."""
 
+MAX_NOTICE_BYTES = 8192
+
 StepNumber = Epoch
+PlanDigest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 MicroNumber = Annotated[int, Meta(ge=0, lt=MAX_MICRO_BATCHES)]
 TextLengths = Annotated[
     tuple[
@@ -58,6 +61,10 @@ class TrainOpen(Message, frozen=True, tag="train_open"):
     blocks: BlockRange
     spec: Annotated[bytes, Meta(max_length=MAX_SPEC_BYTES)]
     """Adapters, optimizer and seed (`engine/training/training_spec.py`)."""
+    notice: Annotated[bytes, Meta(max_length=MAX_NOTICE_BYTES)]
+    """The client's signed `TrainingNotice` (`swarm/dht/training_notices.py`)."""
+    plan: PlanDigest
+    """Which of its plans this session is."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     """Tokens of one micro-batch, with the padding of its rows, at most."""
     max_kept_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
@@ -86,10 +93,13 @@ class TrainBegin(Message, frozen=True, tag="train_begin"):
     """Begin a step, or begin it again: its micro-batches so far are forgotten."""
 
     step: StepNumber
+    plan: PlanDigest
+    """Of `train_open`; the answer repeats it."""
 
 
 class TrainBegan(Message, frozen=True, tag="train_began"):
     step: StepNumber
+    plan: PlanDigest
 
 
 class TrainForward(Message, frozen=True, tag="train_forward"):
@@ -171,7 +181,7 @@ class TrainApply(Message, frozen=True, tag="train_apply"):
     """Update the adapters by the gradients times `scale`."""
 
     step: StepNumber
-    micro_batches: Annotated[int, Meta(ge=1, le=MAX_MICRO_BATCHES)]
+    micro_batches: Annotated[int, Meta(ge=0, le=MAX_MICRO_BATCHES)]
     learning_rate: Annotated[float, Meta(ge=0, le=1e6)]
     scale: Annotated[float, Meta(ge=0, le=1e6)]
 

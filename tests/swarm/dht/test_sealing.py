@@ -28,10 +28,11 @@ from nesa_node.swarm.dht.sealing import (
     open_statement,
     seal_statement,
 )
+from nesa_node.swarm.dht.training_notices import MAX_LISTED_PLANS, TrainingNotice
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.p2p.hivemind_imports import DHTRecord, MSGPackSerializer
 from nesa_node.swarm.p2p.identity import Identity, Membership
-from tests.swarm.notice_fields import PEERS, listed_adapter, make_notice
+from tests.swarm.notice_fields import PEERS, listed_adapter, make_notice, session_plan
 from tests.swarm.record_fields import MODEL_ID, make_record
 
 NOW = 1_800_000_000.0
@@ -110,6 +111,19 @@ def test_sixteen_described_adapters_fit(identity: Identity) -> None:
     assert open_statement(AdapterNotice, sealed, Membership("a long swarm key")) == notice
 
 
+def test_eight_plans_fit(identity: Identity) -> None:
+    plans = tuple(
+        session_plan(session=f"{i:032x}", objective="o" * 64) for i in range(MAX_LISTED_PLANS)
+    )
+    notice = make_notice(TrainingNotice, identity, NOW, plans=plans, model_id="m" * 256)
+    assert isinstance(notice, TrainingNotice)
+    assert len({plan.digest for plan in plans}) == MAX_LISTED_PLANS
+    sealed = seal_statement(notice, identity, Membership("a long swarm key"))
+    opened = open_statement(TrainingNotice, sealed, Membership("a long swarm key"))
+    assert [opened.find_plan(plan.digest) for plan in plans] == list(plans)
+    assert opened.find_plan(bytes(32)) is None
+
+
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @given(data=st.data())
 def test_no_changed_byte_passes(data: st.DataObject, kind: type[Notice]) -> None:
@@ -154,6 +168,16 @@ def test_private_swarm_reads_its_own_notices_only(identity: Identity) -> None:
         assert _reason(kind, seal_statement(notice, identity), ours) == "foreign"
 
 
+_PLAN = session_plan().model_dump()
+_BAD_PLANS: list[dict[str, Any]] = [
+    *({"session": session} for session in ("", "ab" * 15, "AB" * 16)),
+    *({"spec": digest} for digest in ("0f" * 31, "../" + "a" * 61)),
+    *({"objective": text} for text in ("x" * 65, "\x1b[31mred")),
+    *({"replicas": count} for count in (0, 65)),
+    *({"zero_stage": stage} for stage in (-1, 3)),
+    {"max_tokens": -1},
+    {"data": "x" * 65},
+]
 _BAD_ADAPTERS: list[dict[str, Any]] = [
     *({"name": name} for name in ("", "..", "a/b", "Upper", "x" * 65, "-a", "a\n")),
     *({"digest": digest} for digest in ("0f" * 31, "0F" * 32, "../" + "a" * 61)),
@@ -210,6 +234,8 @@ _BAD_ADAPTERS: list[dict[str, Any]] = [
         (AdapterNotice, {"adapters": (_adapter(), _adapter())}),
         (AdapterNotice, {"adapters": tuple(_adapter(name=f"n{i}") for i in range(17))}),
         *((AdapterNotice, {"adapters": (_adapter(**changes),)}) for changes in _BAD_ADAPTERS),
+        (TrainingNotice, {"plans": tuple({**_PLAN, "data": str(i)} for i in range(9))}),
+        *((TrainingNotice, {"plans": ({**_PLAN, **changes},)}) for changes in _BAD_PLANS),
     ],
 )
 def test_field_out_of_bounds_is_refused_on_both_sides(
