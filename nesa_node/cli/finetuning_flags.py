@@ -63,9 +63,13 @@ class AdapterFlags:
     """What is trained."""
 
     method: Annotated[
-        Literal["lora", "ia3", "bottleneck", "prompt", "deep-prompt"],
-        Parameter(group=ADAPTER, help="Kind of adapters."),
+        Literal["lora", "ia3", "bottleneck", "prompt", "deep-prompt", "full"],
+        Parameter(group=ADAPTER, help="Kind of adapters; full trains the blocks' own weights."),
     ] = "lora"
+    weights_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        Parameter(group=ADAPTER, help="What --method full trains in."),
+    ] = "float32"
     rank: Annotated[
         int, Parameter(group=ADAPTER, help="Rank of LoRA; size of bottlenecks and prompts.")
     ] = 8
@@ -105,7 +109,11 @@ class AdapterFlags:
         """Make the config; the tokenizer is that of `--prompt-text`. Raises `ConfigError`."""
         from peft import IA3Config, LoraConfig, TaskType
 
-        from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig
+        from nesa_node.engine.training.adapters import (
+            BottleneckConfig,
+            DeepPromptConfig,
+            FullConfig,
+        )
 
         if self.rank < 1:
             raise ConfigError(f"--rank must be at least 1, got {self.rank}")
@@ -119,6 +127,8 @@ class AdapterFlags:
             return BottleneckConfig(self.rank)
         if self.method == "deep-prompt":
             return DeepPromptConfig(self.rank)
+        if self.method == "full":
+            return FullConfig(self.weights_dtype)
         modules: str | list[str] | None = self.target_modules
         if self.target_modules == "default":
             modules = None
@@ -200,10 +210,11 @@ class TrainingFlags:
         ),
     ] = 1
     zero_stage: Annotated[
-        Literal[0, 1, 2],
+        Literal[0, 1, 2, 3],
         Parameter(
             group=TRAINING,
-            help="What replicas divide to save memory: 1 the optimizer's state, 2 gradients too.",
+            help="What replicas divide to save memory: 1 the optimizer's state, 2 gradients too, 3 "
+            "also the weights of --method full.",
         ),
     ] = 0
     average_every: Annotated[

@@ -20,9 +20,9 @@ from torch import Tensor
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.training.adapter_folder import WEIGHTS_NAME
 from nesa_node.client.training.finetuning_session import FinetuningOptions
-from nesa_node.client.training.replica_group import ZeroStage, assign_owners
 from nesa_node.core.errors import ConfigError
-from nesa_node.engine.training.adapters import OptimizerConfig
+from nesa_node.engine.training.adapters import FullConfig, OptimizerConfig
+from nesa_node.engine.training.training_state import ZeroStage, assign_owners
 from tests.engine.chained import distance
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS, remove_dropout
@@ -165,6 +165,40 @@ def test_owners_have_equal_parts() -> None:
         assert set(loads) == set(range(count))
         assert max(loads.values()) - min(loads.values()) <= 7
         assert owners == assign_owners(dict(reversed(sizes.items())), count)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_weights_themselves_are_trained(stage: ZeroStage, folder: Path, tmp_path: Path) -> None:
+    model_alone = reference(folder).float().train()
+    layers = model_alone.get_submodule("model.layers")
+    layers.requires_grad_(True)
+    values = list(layers.parameters())
+    optimizer = torch.optim.AdamW(values, lr=RATE, weight_decay=0.0)
+    with (
+        in_process_swarm(folder, [*thirds(BLOCKS), *thirds(BLOCKS)], tmp_path) as addresses,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            folder, initial_peers=addresses, dtype=torch.float32
+        ) as model,
+        model.finetuning_session(
+            FullConfig(), options=options(replicas=2, zero_stage=stage)
+        ) as session,
+    ):
+        for step in range(4):
+            loss = model_alone(**make_batch(step), use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(values, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert session.step(make_batch(step)).loss == pytest.approx(
+                float(loss.detach()), rel=1e-4
+            )
+        session.save_pretrained(tmp_path / "trained")
+        held_out = session.evaluate(make_batch(99))
+    for name, value in load_file(tmp_path / "trained" / "model.safetensors").items():
+        assert distance(value, model_alone.state_dict()[name]) <= 1e-4, name
+    loaded = reference(tmp_path / "trained").float().eval()
+    with torch.no_grad():
+        assert held_out == pytest.approx(float(loaded(**make_batch(99)).loss), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])

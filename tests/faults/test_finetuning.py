@@ -23,6 +23,7 @@ from torch import Tensor
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.training.adapter_folder import WEIGHTS_NAME
 from nesa_node.client.training.finetuning_session import FinetuningOptions, FinetuningSession
+from nesa_node.engine.training.adapters import FullConfig
 from tests.engine.chained import distance
 from tests.engine.tiny_models import BLOCKS
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS
@@ -35,6 +36,7 @@ CONFIGS: dict[str, Any] = {
         r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"]
     ),
     "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "full": FullConfig(),
 }
 KINDS = ["lora", pytest.param("prompt", marks=pytest.mark.slow)]
 SEEDS = range(10)
@@ -148,6 +150,28 @@ def test_a_replica_is_lost_and_another_one_joins(stage: int, folder: Path, tmp_p
     assert (sizes[0], sizes[5], sizes[-1]) == (6, 5, 6)
     theirs = load_file(tmp_path / "plain" / WEIGHTS_NAME)
     for name, value in load_file(tmp_path / "disturbed" / WEIGHTS_NAME).items():
+        assert distance(value, theirs[name]) < 1e-5, name
+
+
+@pytest.mark.slow
+def test_a_node_with_a_part_of_the_weights_is_lost(folder: Path, tmp_path: Path) -> None:
+    """In the middle of a step, while the other replica of its span waits for what it has."""
+    with daemons(folder, tmp_path) as nodes:
+        nodes.start_all([*SPANS, *SPANS])
+        train(folder, nodes.addresses, tmp_path / "plain", steps=12, checkpoint=None, kind="full")
+        with open_session(
+            folder, nodes.addresses, None, kind="full", replicas=2, zero_stage=3
+        ) as session:
+            ledger = []
+            while session.applied < 12:
+                if session.applied == 5:
+                    threading.Timer(0.05, kill_one, (nodes, session), {"hop": 3}).start()
+                ledger.append(session.step(make_batch(session.applied)).step)
+            assert session.chain.recoveries >= 1
+            session.save_pretrained(tmp_path / "disturbed")
+    assert ledger == list(range(1, 13))
+    theirs = load_file(tmp_path / "plain" / "model.safetensors")
+    for name, value in load_file(tmp_path / "disturbed" / "model.safetensors").items():
         assert distance(value, theirs[name]) < 1e-5, name
 
 

@@ -249,9 +249,10 @@ class _Run:
         from nesa_node.client.training.data.batches import BatchOrder, PackedLayout, PaddedLayout
 
         data = self._data
-        layout: PackedLayout | PaddedLayout = PaddedLayout(data.rows)
+        virtual = self._trained.num_virtual_tokens
+        layout: PackedLayout | PaddedLayout = PaddedLayout(data.rows, num_virtual_tokens=virtual)
         if data.packing:
-            layout = PackedLayout(self._max_tokens, self._trained.num_virtual_tokens)
+            layout = PackedLayout(self._max_tokens, num_virtual_tokens=virtual)
         return BatchOrder(
             examples, layout, seed=self._training.seed, micro_batches_per_step=micro_batches
         )

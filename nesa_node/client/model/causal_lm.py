@@ -240,9 +240,10 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         """Open a session that trains adapters on the nodes of the swarm.
 
         `config` is PEFT's (`peft.LoraConfig`, `peft.IA3Config`, `peft.PromptTuningConfig`), a
-        `BottleneckConfig` or a `DeepPromptConfig`. Adapters have the initial values that PEFT gives
-        them in one process after `torch.manual_seed(seed)`. Or it is the folder of an adapter, of
-        PEFT's or of `save_pretrained`, whose training goes on. Blocks that the client keeps
+        `BottleneckConfig`, a `DeepPromptConfig`, or a `FullConfig`, which trains the weights of the
+        blocks. Adapters have the initial values that PEFT gives them in one process after
+        `torch.manual_seed(seed)`. Or it is the folder of an adapter, of PEFT's or of
+        `save_pretrained`, whose training goes on. Blocks that the client keeps
         (`client_blocks`), and the prompt of a `PromptTuningConfig`, are trained here. Raises
         `ConfigError` for adapters that nodes do not train and for a checkpoint of another session,
         `MissingBlocksError` and `RefusedError` where nodes do not.
@@ -274,7 +275,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             prompt=opener.prompt,
             initial_state=opener.initial_state,
             model_id=opener.model_id,
-            base_model=self._checkpoint.name,
+            save=opener.save,
             model_config=self.config,
             generation_config=self.generation_config,
         )

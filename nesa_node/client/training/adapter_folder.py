@@ -18,7 +18,11 @@ from nesa_node.core.errors import ConfigError
 from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
+
     from nesa_node.engine.training.training_spec import AdapterConfig
+
+    _Adapter = PeftConfig | BottleneckConfig | DeepPromptConfig
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -27,7 +31,7 @@ _COMMON_FIELDS = ("peft_type", "base_model_name_or_path")
 
 
 def save_adapter(
-    folder: Path, config: AdapterConfig, state: Mapping[str, Tensor], *, base_model: str
+    folder: Path, config: _Adapter, state: Mapping[str, Tensor], *, base_model: str
 ) -> None:
     """Write the adapters of a state (`SpanState.tensors`) with their config. Raises `OSError`.
 
@@ -74,7 +78,7 @@ def _make_config(folder: Path, fields: dict[str, Any]) -> AdapterConfig:
             return config
 
 
-def _describe(config: AdapterConfig, base_model: str) -> dict[str, Any]:
+def _describe(config: _Adapter, base_model: str) -> dict[str, Any]:
     if isinstance(config, BottleneckConfig | DeepPromptConfig):
         kind = "NESA_BOTTLENECK" if isinstance(config, BottleneckConfig) else "NESA_DEEP_PROMPT"
         return {"peft_type": kind, "base_model_name_or_path": base_model, **asdict(config)}

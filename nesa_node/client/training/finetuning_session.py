@@ -10,7 +10,7 @@ import hashlib
 import math
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from nesa_node.client.model.head import EmbeddingAndHead
 from nesa_node.client.model.loop_thread import HeldContext, LoopThread
-from nesa_node.client.training.adapter_folder import save_adapter
 from nesa_node.client.training.checkpoint_file import (
     CheckpointLabel,
     load_checkpoint,
@@ -38,7 +37,7 @@ from nesa_node.client.training.data.batches import (
 )
 from nesa_node.client.training.data.examples import IGNORED
 from nesa_node.client.training.recorded_steps import RecordedPass
-from nesa_node.client.training.replica_group import ReplicaOptions, ZeroStage
+from nesa_node.client.training.replica_group import ReplicaOptions
 from nesa_node.client.training.trainable_model import RemoteOptimizer, TrainableModel
 from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
@@ -48,6 +47,7 @@ from nesa_node.engine.training.prompted_input import PromptedInput
 from nesa_node.engine.training.span_trainer import hash_state
 from nesa_node.engine.training.text_layout import TextLayout
 from nesa_node.engine.training.training_spec import TrainingSpec
+from nesa_node.engine.training.training_state import ZeroStage
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.dht.training_notices import SessionPlan
 
@@ -94,7 +94,8 @@ class FinetuningOptions:
     replicas: int = 1
     """Nodes that train each span, on different micro-batches, where the swarm has as many."""
     zero_stage: ZeroStage = 0
-    """What replicas divide: 1 optimizer state, 2 also gradients (`ReplicaOptions`)."""
+    """What replicas divide: 1 optimizer state, 2 gradients too, 3 also the weights of a
+    `FullConfig` (`ReplicaOptions`)."""
     average_every: int = 1
     """Above 1, replicas train apart, and are averaged after so many steps (`ReplicaOptions`)."""
     data_digest: str = ""
@@ -170,7 +171,7 @@ class FinetuningSession:
         prompt: PromptedInput | None,
         initial_state: SpanState | None,
         model_id: str,
-        base_model: str,
+        save: Callable[[Path, Mapping[str, Tensor]], None],
         model_config: PretrainedConfig,
         generation_config: GenerationConfig,
     ) -> None:
@@ -178,6 +179,7 @@ class FinetuningSession:
 
         `prompt` is the chain's first span, if the client trains one. `initial_state` has the
         adapters' values before the first step, if they are not those that PEFT would give them.
+        `save` writes a state as a folder.
         """
         self.options = options
         self.config = config
@@ -187,7 +189,7 @@ class FinetuningSession:
         self._embed = ends.embedder.embed_batch if prompt is None else prompt.embed_batch
         self._loop = loop
         self._seed = spec.seed
-        self._base_model = base_model
+        self._save = save
         trained = spec.encode().hex() + ("" if prompt is None else f" {prompt.label}")
         if initial_state is not None:
             trained += f" from {hash_state(initial_state.tensors).hex()}"
@@ -290,10 +292,11 @@ class FinetuningSession:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the adapters as a folder that `peft.PeftModel.from_pretrained` loads.
 
-        Raises `OSError`, and what `TrainingChain` raises.
+        With a `FullConfig` it is a whole model, for `from_pretrained` of transformers and for
+        `nesa-node run`. Raises `OSError`, and what `TrainingChain` raises.
         """
         state = self._run(self.chain.checkpoint())
-        save_adapter(Path(folder), self.config, state.tensors, base_model=self._base_model)
+        self._save(Path(folder), state.tensors)
 
     def close(self) -> None:
         """Leave the nodes, which forget the adapters. Idempotent."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from nesa_node.client.model.layers import LocalConnection
 from nesa_node.client.session.base import SwarmConnection
 from nesa_node.client.session.connection import RemoteConnection
-from nesa_node.client.training.adapter_folder import read_adapter
+from nesa_node.client.training.adapter_folder import read_adapter, save_adapter
 from nesa_node.client.training.replica_group import ReplicaOptions
 from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
@@ -24,12 +24,13 @@ from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
 from nesa_node.core.ids import ModelId, Span
 from nesa_node.engine.model.loading import Embedder
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, find_adapter_shapes
-from nesa_node.engine.training.adapters import OptimizerConfig
+from nesa_node.engine.training.adapters import FullConfig, OptimizerConfig
 from nesa_node.engine.training.prompted_input import PromptedInput, is_prompt_tuning
 from nesa_node.engine.training.span_trainer import SpanTrainer
 from nesa_node.engine.training.training_spec import TrainingSpec, make_spec
 from nesa_node.engine.training.training_state import ADAPTER
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
+from nesa_node.engine.weights.model_folder import write_model
 from nesa_node.engine.weights.skeleton import Skeleton
 from nesa_node.swarm.dht.training_notices import SessionPlan
 
@@ -101,7 +102,14 @@ class TrainingOpener:
         plan: SessionPlan,
         state: SpanState | None,
     ) -> AsyncIterator[TrainingChain]:
-        """Open a session at each node; with `state` training continues from there."""
+        """Open a session at each node; with `state` training continues from there.
+
+        Raises `ConfigError` for stage 3 of ZeRO with adapters.
+        """
+        if replicas.zero_stage == 3 and self.spec.full is None:
+            raise ConfigError(
+                "zero_stage=3 divides weights that are trained: use it with FullConfig"
+            )
         local = await asyncio.to_thread(self._make_local)
         shapes = await asyncio.to_thread(
             find_adapter_shapes, self._checkpoint, self.spec.make_config(), self._remote
@@ -123,6 +131,18 @@ class TrainingOpener:
             )
             async with opening as chain:
                 yield chain
+
+    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Write what was trained: an adapter, or a whole model. Raises `OSError`."""
+        if not isinstance(self.config, FullConfig):
+            save_adapter(folder, self.config, state, base_model=self._checkpoint.name)
+            return
+        blocks = {
+            name.removeprefix(ADAPTER): value
+            for name, value in state.items()
+            if name.startswith(ADAPTER)
+        }
+        write_model(folder, self._checkpoint, blocks, self.config.torch_dtype)
 
     def _require_fitting(self, values: Mapping[str, Tensor]) -> None:
         """Raise `ConfigError` for values of another model or of another config."""

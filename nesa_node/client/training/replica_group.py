@@ -3,7 +3,8 @@
 Each computes the gradients of its own micro-batches. The client adds them in the order of the
 nodes, and either every node updates all parameters, or each updates its part of them, for which
 alone it has optimizer state (ZeRO, stage 1), and the client gives it to the rest. In stage 2
-gradients are handed over with each micro-batch, so that nodes do not keep them.
+gradients are handed over with each micro-batch, so that nodes do not keep them. In stage 3 nodes
+keep their part of the parameters alone, and are lent the rest of a block while they run it.
 
 With averaging every k > 1 steps nodes update all parameters by their own gradients, and then each
 gets the mean of all nodes' parameters and optimizer state.
@@ -20,20 +21,20 @@ from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar, get_args
+from functools import partial
+from typing import TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from nesa_node.client.training.training_link import TrainingLink
 from nesa_node.client.training.training_span import MicroBatchPass, SpanState, gather_all
-from nesa_node.core.errors import ConfigError
+from nesa_node.core.errors import ConfigError, PeerUnreachableError, ProtocolError
 from nesa_node.core.ids import PeerId
-from nesa_node.engine.training.training_state import ADAPTER
+from nesa_node.engine.training.training_state import ADAPTER, Partition, ZeroStage
 from nesa_node.routing.chains import Hop
 
 T = TypeVar("T")
-ZeroStage = Literal[0, 1, 2]
 MAX_REPLICAS = 64
 
 
@@ -44,7 +45,7 @@ class ReplicaOptions:
     replicas: int = 1
     """Wanted; where fewer nodes have a span's blocks, fewer train it."""
     zero_stage: ZeroStage = 0
-    """Of ZeRO: 1 divides the optimizer state among replicas, 2 gradients too."""
+    """Of ZeRO: 1 divides the optimizer state among replicas, 2 gradients too, 3 also parameters."""
     average_every: int = 1
     """Steps between two averagings of the replicas' parameters and optimizer states. 1: there are
     none, since the gradients of each step are added."""
@@ -54,7 +55,7 @@ class ReplicaOptions:
         if not 1 <= self.replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be from 1 to {MAX_REPLICAS}, got {self.replicas}")
         if self.zero_stage not in get_args(ZeroStage):
-            raise ConfigError(f"zero_stage must be 0, 1 or 2, got {self.zero_stage}")
+            raise ConfigError(f"zero_stage must be 0, 1, 2 or 3, got {self.zero_stage}")
         if self.average_every < 1:
             raise ConfigError(f"average_every must be at least 1, got {self.average_every}")
         if self.average_every > 1 and self.zero_stage:
@@ -72,24 +73,31 @@ class ReplicaGroup:
         shapes: Mapping[str, Sequence[int]],
         seconds_by_peer: dict[PeerId, float],
         *,
-        is_partitioned: bool,
+        zero_stage: ZeroStage,
         average_every: int,
     ) -> None:
-        """`shapes` are those of the span's parameters; `average_every` as in `ReplicaOptions`.
+        """`shapes` are those of the span's parameters; options are as in `ReplicaOptions`.
 
         `seconds_by_peer` gets the time between messages and their answers.
         """
         self.span = links[0].span
         self.links = list(links)
         self.lanes = 1
-        self.is_partitioned = is_partitioned and len(links) > 1
+        self.is_partitioned = zero_stage > 0 and len(links) > 1
+        self._is_divided = zero_stage == 3 and len(links) > 1
         self._average_every = average_every
         self._averaged_at = 0
         """Steps after which all nodes last had the same state."""
         self._seconds_by_peer = seconds_by_peer
-        self._owners = assign_owners(
-            {f"{ADAPTER}{name}": math.prod(shape) for name, shape in shapes.items()}, len(links)
-        )
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        self._owned = [
+            Partition(zero_stage, rank, len(links)).select(sizes) for rank in range(len(links))
+        ]
+        """Parameters that each node updates."""
+        self._loans: set[asyncio.Task[None]] = set()
+        if self._is_divided:
+            for link in links:
+                link.on_need = partial(self._begin_loan, link)
         self._sums: dict[str, Tensor] = {}
         """Of the step's gradients over all nodes."""
 
@@ -142,7 +150,7 @@ class ReplicaGroup:
                 for link, count in zip(self.links, counts, strict=True)
             ]
         )
-        if self.is_partitioned:
+        if self.is_partitioned and not self._is_divided:
             await self._share_updates(step + 1)
         if self._average_every > 1 and (step + 1) % self._average_every == 0:
             await self._average(step + 1, self.links[: self.lanes])
@@ -218,7 +226,22 @@ class ReplicaGroup:
         self._averaged_at = state.applied
 
     async def close(self) -> None:
+        for task in self._loans:
+            task.cancel()
         await asyncio.gather(*(link.close() for link in self.links))
+
+    def _begin_loan(self, link: TrainingLink, block: int) -> None:
+        task = asyncio.create_task(self._lend(link, block))
+        self._loans.add(task)
+        task.add_done_callback(self._loans.discard)
+
+    async def _lend(self, link: TrainingLink, block: int) -> None:
+        """Give a node the parameters of a block that the rest have."""
+        try:
+            parts = await gather_all([each.borrow(block) for each in self.links if each != link])
+            await link.lend(block, {name: part[name] for part in parts for name in part})
+        except (ProtocolError, PeerUnreachableError) as error:
+            link.abandon(f"block {block} cannot be lent: {error}")
 
     @property
     def _ranked(self) -> list[tuple[int, TrainingLink]]:
@@ -231,19 +254,21 @@ class ReplicaGroup:
 
     def _select(self, parameters: Mapping[str, Tensor], rank: int) -> Mapping[str, Tensor]:
         """What the node of `rank` updates."""
-        if not self.is_partitioned:
-            return parameters
-        return {name: value for name, value in parameters.items() if self._owners[name] == rank}
+        owned = self._owned[rank]
+        return {
+            name: value for name, value in parameters.items() if name.removeprefix(ADAPTER) in owned
+        }
 
     def _select_state(self, tensors: Mapping[str, Tensor], rank: int) -> Mapping[str, Tensor]:
-        """All parameters, and the optimizer state of those that the node of `rank` updates."""
-        if not self.is_partitioned:
-            return tensors
+        """The parameters that the node of `rank` has, and optimizer state of what it updates."""
+        owned = self._owned[rank]
         found = {}
         for name, value in tensors.items():
-            kind, _, rest = name.partition(".")
-            owned = f"{kind}." == ADAPTER or self._owners[ADAPTER + rest.partition(".")[2]] == rank
-            if owned:
+            if name.startswith(ADAPTER):
+                is_here = not self._is_divided or name.removeprefix(ADAPTER) in owned
+            else:
+                is_here = name.split(".", 2)[2] in owned  # after "optimizer.<key>."
+            if is_here:
                 found[name] = value
         return found
 
@@ -253,15 +278,6 @@ class ReplicaGroup:
         spent_s = time.perf_counter() - started
         self._seconds_by_peer[link.peer] = self._seconds_by_peer.get(link.peer, 0.0) + spent_s
         return result
-
-
-def assign_owners(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Which of `count` nodes updates each parameter: the largest first, to the one with least."""
-    loads, owners = [0] * count, {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = rank = loads.index(min(loads))
-        loads[rank] += sizes[name]
-    return owners
 
 
 def _average(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

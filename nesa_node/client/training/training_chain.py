@@ -22,7 +22,7 @@ from torch import Tensor
 from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.training.recorded_steps import RecordedPass, RecordedStep
 from nesa_node.client.training.training_link import TrainingLimits
-from nesa_node.client.training.training_nodes import TrainingNodes, select_blocks
+from nesa_node.client.training.training_nodes import TrainingNodes
 from nesa_node.client.training.training_span import (
     LocalTrainingSpan,
     MicroBatchPass,
@@ -43,6 +43,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.training.span_trainer import compute_clip_scale
 from nesa_node.engine.training.text_layout import TextLayout
+from nesa_node.engine.training.training_state import select_blocks
 from nesa_node.routing.chains import Hop
 
 log = get_logger(__name__)

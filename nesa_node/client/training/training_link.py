@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import PeerId, SessionId
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.training.span_trainer import hash_state
-from nesa_node.engine.training.training_state import StateShapes
+from nesa_node.engine.training.training_state import Partition, StateShapes
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import membership_proof
@@ -64,6 +64,7 @@ from nesa_node.swarm.protocol.training_messages import (
     TrainForward,
     TrainGradient,
     TrainGradients,
+    TrainLent,
     TrainNorm,
     TrainNormed,
     TrainOpen,
@@ -108,10 +109,11 @@ class TrainingLink:
         speed: LinkSpeed,
         request: RouteRequest,
         shapes: StateShapes,
+        held: StateShapes,
         budget: MessageBudget,
         limits: TrainingLimits,
     ) -> None:
-        """`shapes` are those of the span's state."""
+        """`shapes` are those of the span's state, `held` of what this node has of it."""
         self.hop = hop
         self.span = hop.span
         self.applied: int | None = 0
@@ -126,16 +128,22 @@ class TrainingLink:
         self._hidden_size = request.hidden_size
         self._limits = limits
         self._open_timeout_s = min(OPEN_TIMEOUT_S, max(request.options.recovery_timeout_s, 10.0))
-        self._max_bytes = max(limits.max_tokens * self._hidden_size * 4, 64 << 20)
+        self._max_bytes = max(
+            limits.max_tokens * self._hidden_size * 4, shapes.max_tensor_bytes, 64 << 20
+        )
         self._questions = TrainingQuestions(
             stream,
             budget,
             shapes,
+            held,
             quality=self._quality,
             silence_limit_s=request.options.step_timeout_s,
             max_bytes=self._max_bytes,
             on_arrival=lambda received: self._wire.record_arrival(received),
+            on_need=lambda block: self.on_need(block),
         )
+        self.on_need: Callable[[int], None] = self._refuse_need
+        """Called with a block whose parameters a pass of the node waits for."""
 
     @property
     def failure(self) -> Exception | None:
@@ -157,11 +165,9 @@ class TrainingLink:
         request: RouteRequest,
         spec: bytes,
         plan: AnnouncedPlan,
-        *,
-        partitions: int,
-        hand_over: bool,
+        partition: Partition,
     ) -> None:
-        """Open the session at the node. `partitions` and `hand_over` are as in `train_open`.
+        """Open the session at the node.
 
         Raises `PeerUnreachableError`, `BusyError` and `RemoteError`, and what `plan.seal` raises.
         """
@@ -182,10 +188,11 @@ class TrainingLink:
             ),
             quality=self._quality,
             codecs=codec_names(),
-            partitions=partitions,
-            hand_over=hand_over,
+            zero_stage=partition.stage,
+            partitions=partition.count,
+            partition=partition.rank,
         )
-        self._questions.hands_over = hand_over
+        self._questions.hands_over = partition.hands_over
         try:
             async with peer_timeout(self.peer, self._open_timeout_s, "opening a training session"):
                 await self._stream.send(message)
@@ -278,6 +285,23 @@ class TrainingLink:
         head = TrainParameters(applied=applied, tensors=len(values))
         await self._send_tensors(head, values, TrainRestored, applied)
 
+    async def borrow(self, block: int) -> Mapping[str, Tensor]:
+        """The node's parameters of a block, also while it computes."""
+        return await self._questions.borrow(block)
+
+    async def lend(self, block: int, values: Mapping[str, Tensor]) -> None:
+        """Give the node the parameters of a block that a pass waits for."""
+        head = TrainLent(block=block, tensors=len(values))
+        await self._questions.tell([(head, b""), *_encode_tensors(values)])
+
+    def abandon(self, reason: str) -> None:
+        """Leave the node for another one's failure."""
+        self._questions.is_leaving = True
+        self._questions.fail(StreamClosedError(reason))
+
+    def _refuse_need(self, block: int) -> None:
+        raise RemoteError("unexpected", f"{self.peer} needs block {block}, which is not divided")
+
     async def export(self, applied: int) -> SpanState:
         answer = await self._questions.ask(TrainPull(), TrainState, (applied,))
         return SpanState(answer.message.applied, answer.tensors)
@@ -292,10 +316,7 @@ class TrainingLink:
     async def _send_tensors(
         self, head: Message, values: Mapping[str, Tensor], answer: type[Message], about: int
     ) -> None:
-        parts: list[tuple[Message, Payload]] = [(head, b"")]
-        for name, value in values.items():
-            meta, payload = tensors.encode(value)
-            parts.append((TrainTensor(name=name, tensor=meta), payload))
+        parts = [(head, b""), *_encode_tensors(values)]
         expected = await self._questions.send(parts, answer, (about,))
         await self._questions.wait(expected, answer)
 
@@ -332,6 +353,12 @@ class TrainingLink:
         return values_TD.to(torch.float32) if values_TD.dtype == torch.float16 else values_TD
 
 
+def _encode_tensors(values: Mapping[str, Tensor]) -> Iterator[tuple[Message, Payload]]:
+    for name, value in values.items():
+        meta, payload = tensors.encode(value)
+        yield TrainTensor(name=name, tensor=meta), payload
+
+
 @asynccontextmanager
 async def dial_training(
     swarm: Swarm,
@@ -339,6 +366,7 @@ async def dial_training(
     addresses: tuple[str, ...],
     request: RouteRequest,
     shapes: StateShapes,
+    held: StateShapes,
     limits: TrainingLimits,
 ) -> AsyncIterator[TrainingLink]:
     """Open a stream to a node. On exit it is closed, if the body failed."""
@@ -348,7 +376,7 @@ async def dial_training(
     stream = Stream(hop.peer_id, reader, writer)
     try:
         speed = await get_link_speed(swarm, hop.peer_id, request.options.quality)
-        yield TrainingLink(hop, stream, speed, request, shapes, swarm.message_budget, limits)
+        yield TrainingLink(hop, stream, speed, request, shapes, held, swarm.message_budget, limits)
     except BaseException:
         stream.abort()
         raise

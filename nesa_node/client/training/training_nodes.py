@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,10 +28,10 @@ from nesa_node.core.errors import (
     StreamClosedError,
     SwarmError,
 )
-from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.training.training_spec import TrainingSpec
-from nesa_node.engine.training.training_state import StateShapes
+from nesa_node.engine.training.training_state import Partition, StateShapes, select_blocks
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.node import Swarm
 
@@ -44,7 +45,6 @@ TEMPORARY_CODES = frozenset(
     {"draining", "idle_timeout", "not_computed", "stale_step", "wrong_blocks", "closed"}
 )
 """Codes after which a node may be used again later. A node with another one is left out."""
-_NO_BLOCK = -1
 
 
 class TrainingNodes:
@@ -174,9 +174,9 @@ class TrainingNodes:
         links = {link.hop: link for group in self.groups for link in group.links}
         opened = await asyncio.gather(
             *(
-                self._open(hop, addresses[hop.peer_id], len(members))
+                self._open(hop, addresses[hop.peer_id], self._part(rank, members))
                 for members in wanted
-                for hop in members
+                for rank, hop in enumerate(members)
                 if hop not in links
             ),
             return_exceptions=True,
@@ -225,18 +225,28 @@ class TrainingNodes:
                 links,
                 shapes,
                 self.seconds_by_peer,
-                is_partitioned=self._is_partitioned(members),
+                zero_stage=self._options.zero_stage,
                 average_every=self._options.average_every,
             )
             self.groups.append(group)
             self.groups.sort(key=lambda group: group.span.start)
 
-    async def _open(self, hop: Hop, addresses: tuple[str, ...], members: int) -> TrainingLink:
+    def _part(self, rank: int, members: Sequence[Hop]) -> Partition:
         stage = self._options.zero_stage
+        return Partition(stage, rank, len(members)) if stage else Partition()
+
+    async def _open(
+        self, hop: Hop, addresses: tuple[str, ...], partition: Partition
+    ) -> TrainingLink:
         try:
-            shapes = StateShapes(select_blocks(self._shapes, hop.span), self._spec.optimizer)
+            parameters = select_blocks(self._shapes, hop.span)
+            shapes = held = StateShapes(parameters, self._spec.optimizer)
+            if partition.divides_parameters:
+                sizes = {name: math.prod(shape) for name, shape in parameters.items()}
+                owned = {name: parameters[name] for name in partition.select(sizes)}
+                held = StateShapes(owned, self._spec.optimizer)
             dialing = dial_training(
-                self._swarm, hop, addresses, self._request, shapes, self._limits
+                self._swarm, hop, addresses, self._request, shapes, held, self._limits
             )
             async with dialing as link:
                 await link.open(
@@ -244,8 +254,7 @@ class TrainingNodes:
                     self._request,
                     self._spec.encode(),
                     self._plan,
-                    partitions=members if stage else 1,
-                    hand_over=stage == 2 and members > 1,
+                    partition,
                 )
         except PeerUnreachableError as error:
             self._selector.record_failure(hop.peer_id, str(error))
@@ -263,17 +272,3 @@ class TrainingNodes:
             with suppress(asyncio.CancelledError):
                 await task
         await link.close()
-
-
-def select_blocks(state: Mapping[str, V], span: Span) -> dict[str, V]:
-    """Tensors of a span's blocks. Those of no block belong to a span that has none."""
-    blocks = range(span.start, span.end) or (_NO_BLOCK,)
-    return {name: value for name, value in state.items() if block_of(name) in blocks}
-
-
-def block_of(name: str) -> int:
-    """Index of the block that a tensor of a state or of an adapter belongs to.
-
-    It is the first number in the name; -1 without any.
-    """
-    return next((int(part) for part in name.split(".") if part.isdigit()), _NO_BLOCK)

@@ -22,7 +22,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.engine.training.span_trainer import hash_state
-from nesa_node.engine.training.training_state import StateShapes, StateTensors
+from nesa_node.engine.training.training_state import StateShapes, StateTensors, block_of
 from nesa_node.swarm.p2p.tasks import wait_until_done
 from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.link_encoder import report_arrival
@@ -42,6 +42,9 @@ from nesa_node.swarm.protocol.training_messages import (
     TrainBegan,
     TrainGradient,
     TrainGradients,
+    TrainLend,
+    TrainLent,
+    TrainNeed,
     TrainNormed,
     TrainOutput,
     TrainParameters,
@@ -60,7 +63,7 @@ Payload = memoryview | bytearray | bytes
 About = tuple[int | bytes, ...]
 """Step, micro-batch or steps that were applied, and the digest of the session's plan."""
 _Notice = Pong | Probe | Received | Leaving
-_WithTensors = TrainState | TrainGradients | TrainParameters
+_WithTensors = TrainState | TrainGradients | TrainParameters | TrainLent
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +96,19 @@ class TrainingQuestions:
         stream: Stream,
         budget: MessageBudget,
         shapes: StateShapes,
+        held: StateShapes,
         *,
         quality: str,
         silence_limit_s: float,
         max_bytes: int,
         on_arrival: Callable[[Received], None],
+        on_need: Callable[[int], None],
     ) -> None:
-        """`shapes` are those of the span's state, `max_bytes` bounds a tensor of an answer.
+        """`shapes` are those of the span's state, `held` of the node's own; `max_bytes` bounds a
+        tensor of an answer.
 
-        `on_arrival` gets what the node reports of the arrival of tensors.
+        `on_arrival` gets what the node reports of the arrival of tensors, `on_need` the block whose
+        parameters a pass waits for.
         """
         self.failure: Exception | None = None
         """Why the link is lost."""
@@ -114,12 +121,16 @@ class TrainingQuestions:
         self._stream = stream
         self._budget = budget
         self._shapes = shapes
+        self._held = held
         self._quality = quality
         self._silence_limit_s = silence_limit_s
         self._max_bytes = max_bytes
         self._arriving = self._new_arriving()
         """Gradients of adapters of the micro-batch whose backward is to be answered next."""
         self._on_arrival = on_arrival
+        self._on_need = on_need
+        self._lent: dict[int, asyncio.Future[Mapping[str, Tensor]]] = {}
+        """Parameters of blocks that were asked for, which come between answers."""
         self._expected: deque[_Question] = deque()
         self._heard_at = time.monotonic()
         """When the last answer or pong came."""
@@ -212,6 +223,12 @@ class TrainingQuestions:
             if isinstance(message, TrainTensor):
                 self._collect_handed_over(message, payload)
                 continue
+            if isinstance(message, TrainNeed):
+                self._on_need(message.block)
+                continue
+            if isinstance(message, TrainLent):
+                await self._receive_lent(message)
+                continue
             if not self._expected:
                 raise RemoteError(
                     "unexpected", f"{self.peer} sent {type(message).__name__} without a question"
@@ -271,6 +288,36 @@ class TrainingQuestions:
             case Leaving():
                 self.is_leaving = True
 
+    async def borrow(self, block: int) -> Mapping[str, Tensor]:
+        """The node's parameters of a block, also while it computes."""
+        if self.failure is not None:
+            raise self.failure
+        if block not in self._lent:
+            if not self._expected and not self._lent:
+                self._note_answer()
+            self._lent[block] = asyncio.get_running_loop().create_future()
+            await self.tell([(TrainLend(block=block), b"")])
+        return await asyncio.shield(self._lent[block])
+
+    async def _receive_lent(self, head: TrainLent) -> None:
+        if head.block not in self._lent:
+            raise RemoteError(
+                "unexpected", f"{self.peer} lent block {head.block} without being asked"
+            )
+        found = await self._receive_tensors(head)
+        if any(block_of(name) != head.block for name in found):
+            raise ProtocolError("bad_tensor", f"parameters of another block than {head.block}")
+        self._lent.pop(head.block).set_result(found)
+
+    async def tell(self, parts: Sequence[tuple[Message, Payload]]) -> None:
+        """Send messages that have no answer, together."""
+        async with self._send_turn:
+            try:
+                for message, payload in parts:
+                    await self._stream.send(message, payload)
+            except StreamClosedError as error:
+                raise self.fail(error) from None
+
     def _collect_handed_over(self, message: TrainTensor, payload: bytearray) -> None:
         """Take a gradient of an adapter, which comes before the answer to a backward."""
         is_asked = self._expected and self._expected[0].answer is TrainGradient
@@ -289,7 +336,8 @@ class TrainingQuestions:
         return StateTensors(self._shapes, self._shapes.max_tensors, self._max_bytes)
 
     async def _receive_tensors(self, head: _WithTensors) -> Mapping[str, Tensor]:
-        arrived = StateTensors(self._shapes, head.tensors, self._max_bytes)
+        shapes = self._held if isinstance(head, TrainState) else self._shapes
+        arrived = StateTensors(shapes, head.tensors, self._max_bytes)
         while not arrived.is_complete:
             message, payload = await self._receive_answer()
             if not isinstance(message, TrainTensor):
@@ -301,13 +349,13 @@ class TrainingQuestions:
             return found
         if await asyncio.to_thread(hash_state, found) != head.digest:
             raise ProtocolError("bad_tensor", "a state with another digest than was announced")
-        await asyncio.to_thread(self._shapes.check, found)
+        await asyncio.to_thread(self._held.check, found)
         return found
 
     async def _watch_silence(self) -> None:
         while True:
             await asyncio.sleep(PING_AFTER_S / 2)
-            if not self._expected:
+            if not self._expected and not self._lent:
                 continue
             now = time.monotonic()
             if self._pinged_at is None and now - self._heard_at >= PING_AFTER_S:
@@ -338,6 +386,10 @@ class TrainingQuestions:
             if not future.done():
                 future.set_exception(self.failure)
                 future.exception()
+        for lent in self._lent.values():
+            lent.set_exception(self.failure)
+            lent.exception()
+        self._lent.clear()
         return self.failure
 
 

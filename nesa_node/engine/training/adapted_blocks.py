@@ -1,7 +1,8 @@
 """A span's blocks with PEFT's adapters in them, trained on the weights that are served.
 
 Serving runs fused layers without autograd; here the same span is transformers' own decoder, whose
-layers hold the served weights in place of their own, so that a span is in memory once.
+layers hold the served weights in place of their own, so that a span is in memory once. Where the
+weights themselves are trained, it has a copy of its own.
 
 R sequences, L tokens of each, D hidden.
 """
@@ -30,9 +31,11 @@ from nesa_node.engine.training.adapters import (
     BlockAdapter,
     BottleneckConfig,
     DeepPromptConfig,
+    FullConfig,
     require_supported,
 )
 from nesa_node.engine.training.training_spec import TrainingSpec
+from nesa_node.engine.training.training_state import Partition
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.families import ModelFamily
 from nesa_node.engine.weights.skeleton import Skeleton, initializer_lock
@@ -71,7 +74,7 @@ class MicroBatch:
 
 
 class AdaptedBlocks:
-    """A span's blocks with trainable adapters, run one block at a time.
+    """A span's blocks with trainable adapters, or weights, run one block at a time.
 
     Not thread-safe: one thread owns it.
     """
@@ -83,18 +86,26 @@ class AdaptedBlocks:
         config: AdapterConfig | None,
         *,
         seed: int,
+        partition: Partition | None = None,
     ) -> None:
         """Initialize the adapters of `served.span` as PEFT does for the whole model; None: none.
 
         They have the values, in float32, that PEFT gives them after `torch.manual_seed(seed)`,
-        whichever span they belong to. Raises `ConfigError` for a config that PEFT refuses for this
-        model, or that is not supported.
+        whichever span they belong to. A `FullConfig` reads the checkpoint's weights once more.
+        Raises `ConfigError` for a config that PEFT refuses for this model, or that is not
+        supported, and what `Skeleton.load` raises. Of weights that are divided, a node reads those
+        of its `partition` alone.
         """
         self.span = served.span
         self.device, self.dtype = served.device, served.dtype
+        if isinstance(config, FullConfig):
+            self.dtype = config.torch_dtype
         self.hidden_size = served.hidden_size
         self.parameters: dict[str, nn.Parameter] = {}
-        """Trainable parameters, by the names of PEFT's files where PEFT has such adapters."""
+        """Trainable parameters, by the names of PEFT's files where PEFT has such adapters; weights
+        by transformers' names."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of the parameters, also of those that are not read here."""
         self._decoders: dict[int, Any] = {}
         self._edges: dict[int, BlockAdapter] = {}
         skeleton = Skeleton(checkpoint)
@@ -109,14 +120,17 @@ class AdaptedBlocks:
             for index in layers:
                 with initializing(_block_seed(seed, index)):
                     self._edges[index] = config.make_module(served.hidden_size).to(self.device)
-        elif config is not None:
+        elif config is not None and not isinstance(config, FullConfig):
             require_supported(config)
             for layer in layers.values():
                 _put_placeholders(layer, self.dtype, self.device)
             _inject(skeleton, config, seed)
-        for layer, parts in zip(layers.values(), served.split_layers(), strict=True):
-            for path, part in parts.items():
-                _put(layer, path, part)
+        if isinstance(config, FullConfig):
+            self._load_weights(skeleton, partition or Partition())
+        else:
+            for layer, parts in zip(layers.values(), served.split_layers(), strict=True):
+                for path, part in parts.items():
+                    _put(layer, path, part)
         skeleton.require_complete(decoder)
         for local, (index, layer) in enumerate(layers.items()):
             self._decoders[index] = slice_decoder(
@@ -126,9 +140,24 @@ class AdaptedBlocks:
             if edge := self._edges.get(index):
                 path, module = f"{path}.{edge.title}", edge
             for name, value in module.named_parameters():
-                if value.requires_grad:
+                if isinstance(config, FullConfig):
+                    self.parameters[f"{path}.{name}"] = value
+                elif value.requires_grad:
                     value.data = value.data.float()
                     self.parameters[_peft_name(path, name)] = value
+                    self.shapes[_peft_name(path, name)] = tuple(value.shape)
+
+    def _load_weights(self, skeleton: Skeleton, partition: Partition) -> None:
+        """Read the weights to train, and leave those empty that other replicas have."""
+        names = skeleton.block_names(self.span)
+        self.shapes = _find_weight_shapes(skeleton, self.span)
+        owned = partition.select({name: math.prod(shape) for name, shape in self.shapes.items()})
+        for name in names:
+            skeleton.load([name], dtype=self.dtype, device=self.device, task="weights to train")
+            if name in self.shapes:
+                value = skeleton.model.get_parameter(name).requires_grad_(True)
+                if partition.divides_parameters and name not in owned:
+                    value.data = value.data.new_empty(0)
 
     @property
     def indexes(self) -> range:
@@ -193,6 +222,8 @@ def find_adapter_shapes(
     skeleton = Skeleton(checkpoint)
     found: dict[str, tuple[int, ...]] = {}
     model: nn.Module = skeleton.model
+    if isinstance(config, FullConfig):
+        return _find_weight_shapes(skeleton, span)
     if not isinstance(config, BottleneckConfig | DeepPromptConfig):
         require_supported(config)
         _inject(skeleton, config, 0)
@@ -209,6 +240,15 @@ def find_adapter_shapes(
     return found
 
 
+def _find_weight_shapes(skeleton: Skeleton, span: Span) -> dict[str, tuple[int, ...]]:
+    paths = [f"{skeleton.family.layers_path}.{index}" for index in range(span.start, span.end)]
+    return {
+        f"{path}.{name}": tuple(value.shape)
+        for path in paths
+        for name, value in skeleton.model.get_submodule(path).named_parameters()
+    }
+
+
 def count_adapter_values(served: ModelBlocks, spec: TrainingSpec) -> int:
     """Upper bound of the numbers that the adapters of a span have, before they take memory."""
     if spec.bottleneck is not None:
@@ -216,12 +256,24 @@ def count_adapter_values(served: ModelBlocks, spec: TrainingSpec) -> int:
         return served.num_blocks * (2 * (size + 2) * served.hidden_size + size)
     if spec.deep_prompt is not None:
         return served.num_blocks * spec.deep_prompt.num_virtual_tokens * served.hidden_size
+    if spec.full is not None:
+        return sum(
+            _count_weights(part) for layer in served.split_layers() for part in layer.values()
+        )
     if spec.lora is None and spec.ia3 is None:
         return 0
     rank = 1 if spec.lora is None else spec.lora.max_rank
     return rank * sum(
         _count_features(part) for layer in served.split_layers() for part in layer.values()
     )
+
+
+def _count_weights(part: nn.Module | Tensor) -> int:
+    if isinstance(part, Tensor):
+        return part.numel()
+    linear: Any = part
+    bias = 0 if linear.bias is None else linear.out_features
+    return int(linear.in_features * linear.out_features + bias)
 
 
 def _count_features(part: nn.Module | Tensor) -> int:

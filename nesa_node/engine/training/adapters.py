@@ -68,6 +68,23 @@ class DeepPromptConfig:
         return DeepPrompt(self.num_virtual_tokens, hidden_size)
 
 
+@dataclass(frozen=True, slots=True)
+class FullConfig:
+    """No adapters: the blocks' own weights, of which a node makes a copy to train."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the copy, and of what is computed with it."""
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`."""
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"dtype {self.dtype!r}: train weights in float32 or bfloat16")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float32 if self.dtype == "float32" else torch.bfloat16
+
+
 class BlockAdapter(nn.Module):
     """Part of the model at the edge of one block."""
 

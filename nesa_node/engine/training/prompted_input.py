@@ -62,6 +62,9 @@ class PromptedInput:
             )
         self._prompt_PD = nn.Parameter(_draw(self.config, embedder.token_embedding, seed))
         self.parameters = {PARAMETER: self._prompt_PD}
+        self.shapes: dict[str, tuple[int, ...]] = {
+            PARAMETER: (self.num_virtual_tokens, self.hidden_size)
+        }
 
     @property
     def label(self) -> str:

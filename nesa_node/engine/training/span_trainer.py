@@ -6,7 +6,8 @@ gives the same bits. Steps are counted: each is applied once, and in order.
 
 Several trainers of one span, its replicas, may share a step's micro-batches. Then each hands over
 its gradients (`collect`), and is given those of all (`reduce`), or of its part of the parameters
-alone: its optimizer then has state for that part only (ZeRO).
+alone: its optimizer then has state for that part only (ZeRO). Where parameters are divided, too, a
+trainer borrows those of a block from the rest while it runs the block (`fill`, `lend`).
 
 R sequences, L tokens of each, D hidden.
 """
@@ -17,7 +18,7 @@ import hashlib
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +27,30 @@ from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import Span
 from nesa_node.engine.training.adapted_blocks import MicroBatch
 from nesa_node.engine.training.adapters import OptimizerConfig
-from nesa_node.engine.training.training_state import ADAPTER, StateShapes
+from nesa_node.engine.training.training_state import (
+    ADAPTER,
+    STEP,
+    Partition,
+    StateShapes,
+    block_of,
+)
 
 Keep = Literal["input", "inputs", "activations"]
 """What is kept of a micro-batch: the span's input alone (its blocks run three times), the input of
 each block (twice), or all activations (once)."""
+KEEPS: tuple[Keep, ...] = get_args(Keep)
 MAX_NORM_EPS = 1e-6
 """Added to the norm of gradients, as torch's clipping does."""
 
 
-BlockByBlock = Generator[None, None, Tensor]
-"""A computation that pauses after each block, so that other work may run between them."""
+BlockByBlock = Generator[int | None, None, Tensor]
+"""A computation that pauses after each block, so that other work may run between them.
+
+It yields None then. An index is that of a block whose parameters it needs (`SpanTrainer.fill`)."""
 
 
 def finish(running: BlockByBlock) -> Tensor:
-    """Run a computation to its end, and return its result."""
+    """Run a computation of undivided parameters to its end, and return its result."""
     while True:
         try:
             next(running)
@@ -49,12 +59,24 @@ def finish(running: BlockByBlock) -> Tensor:
             return result
 
 
+@dataclass(frozen=True, slots=True)
+class KeptRoom:
+    """Memory for micro-batches between forward and backward: at least the inputs of all."""
+
+    nbytes: int
+    tokens: int
+    """Of all micro-batches that may be kept at once, at most."""
+    token_bytes: Mapping[Keep, int]
+    """What a token takes, by what is kept of its micro-batch."""
+
+
 @dataclass(slots=True)
 class _Kept:
     """What a micro-batch's backward needs. Of each block its input and output, if they are kept."""
 
     batch: MicroBatch
     hidden_RLD: Tensor
+    keep: Keep
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
 
@@ -71,6 +93,8 @@ class TrainableSpan(Protocol):
     dtype: torch.dtype
     hidden_size: int
     parameters: dict[str, nn.Parameter]
+    shapes: dict[str, tuple[int, ...]]
+    """Of the parameters, also where they are not here."""
 
     @property
     def indexes(self) -> Sequence[int]:
@@ -94,13 +118,13 @@ class SpanTrainer:
         blocks: TrainableSpan,
         optimizer: OptimizerConfig,
         *,
-        keep: Keep = "inputs",
-        partitions: int = 1,
+        keep: Keep | KeptRoom = "inputs",
+        partition: Partition | None = None,
     ) -> None:
-        """`keep`: of each micro-batch between its forward and its backward. See `Keep`.
+        """`keep`: of each micro-batch between its forward and its backward, or the room for it.
 
-        `partitions` are the trainers that divide the optimizer's state. Tensors are not divided:
-        each may have the mean of their numbers and those of the largest one.
+        Then as much is kept of a micro-batch as leaves room for the inputs of the rest. Activations
+        are not kept where parameters are divided. Without a `partition` all are updated here.
         """
         self.blocks = blocks
         self.applied = 0
@@ -108,10 +132,21 @@ class SpanTrainer:
         self._parameters = blocks.parameters
         self._optimizer = optimizer.make(list(self._parameters.values()))
         """None where the span has no adapters: it passes gradients on."""
-        self.state_shapes = StateShapes(
-            {name: value.shape for name, value in self._parameters.items()}, optimizer
+        self.partition = partition or Partition()
+        shapes = blocks.shapes
+        self._owned = self.partition.select(
+            {name: math.prod(shape) for name, shape in shapes.items()}
         )
+        """Parameters that are updated here."""
+        self.is_divided = self.partition.divides_parameters
+        """Whether other trainers have a part of the parameters."""
+        self._held = self._owned if self.is_divided else frozenset(shapes)
+        self.shapes = StateShapes(shapes, optimizer)
+        """Of all of the span's parameters."""
+        held = {name: shape for name, shape in shapes.items() if name in self._held}
+        self.state_shapes = StateShapes(held, optimizer)
         """Of the state that `export` returns and `restore` takes."""
+        self._release(self._parameters)
         self._keep = keep
         self._kept: dict[int, _Kept] = {}
         self._attempt = 0
@@ -120,8 +155,6 @@ class SpanTrainer:
         """Whether the gradients are those of all replicas."""
         self._updated: tuple[str, ...] = ()
         """Parameters that the last step changed."""
-        sizes = [value.numel() for value in self._parameters.values()]
-        self._max_owned = min(sum(sizes), sum(sizes) / partitions + max(sizes, default=0))
 
     @property
     def kept_bytes(self) -> int:
@@ -147,19 +180,33 @@ class SpanTrainer:
             raise ProtocolError("stale_step", f"micro-batch {number} has gone backward already")
         _require_finite(hidden_RLD, f"hidden states of micro-batch {number}")
         hidden_RLD = hidden_RLD.detach().to(self.blocks.device, self.blocks.dtype)
-        kept = _Kept(batch, hidden_RLD)
-        output_RLD = yield from self._run_blocks(kept, keep=self._keep)
+        kept = _Kept(batch, hidden_RLD, self._choose_keep(_count_tokens(hidden_RLD)))
+        output_RLD = yield from self._run_blocks(kept, keep=kept.keep)
         self._kept[number] = kept
         return output_RLD
+
+    def _choose_keep(self, tokens: int) -> Keep:
+        keeps = [keep for keep in KEEPS if keep != "activations" or not self.is_divided]
+        if not isinstance(self._keep, KeptRoom):
+            return self._keep if self._keep in keeps else keeps[-1]
+        room, left, later = self._keep, self._keep.nbytes, self._keep.tokens - tokens
+        for each in self._kept.values():
+            left -= _count_tokens(each.hidden_RLD) * room.token_bytes[each.keep]
+            later -= _count_tokens(each.hidden_RLD)
+        left -= max(later, 0) * room.token_bytes["input"]
+        fitting = [keep for keep in keeps if tokens * room.token_bytes[keep] <= left]
+        return fitting[-1] if fitting else "input"
 
     def evaluate(self, hidden_RLD: Tensor, batch: MicroBatch) -> BlockByBlock:
         """Return the span's output without dropout, and keep nothing."""
         _require_finite(hidden_RLD, "hidden states")
         hidden_RLD = hidden_RLD.detach().to(self.blocks.device, self.blocks.dtype)
         for index in self.blocks.indexes:
+            yield from self._borrow(index)
             with torch.no_grad():
                 hidden_RLD = self.blocks.run_block(index, hidden_RLD, batch, dropout=False)
-            yield
+            self._return(index)
+            yield None
         return hidden_RLD
 
     def backward(self, step: int, number: int, grad_RLD: Tensor) -> BlockByBlock:
@@ -185,6 +232,7 @@ class SpanTrainer:
         grad_RLD = grad_RLD.to(self.blocks.device, self.blocks.dtype)
         for index in reversed(self.blocks.indexes):
             input_RLD = kept.inputs.pop().requires_grad_()
+            yield from self._borrow(index)
             if kept.outputs:
                 output_RLD = kept.outputs.pop()
             else:
@@ -193,6 +241,7 @@ class SpanTrainer:
             torch.autograd.backward(output_RLD, grad_RLD)
             assert input_RLD.grad is not None
             grad_RLD = input_RLD.grad
+            self._return(index)
             yield from self._pause()
         self._num_backwards += 1
         return grad_RLD
@@ -204,12 +253,56 @@ class SpanTrainer:
                 hidden_RLD = hidden_RLD.detach().requires_grad_()
             if keep != "input":
                 kept.inputs.append(hidden_RLD)
+            yield from self._borrow(index)
             with torch.set_grad_enabled(keep == "activations"):
                 hidden_RLD = self.blocks.run_block(index, hidden_RLD, kept.batch)
+            self._return(index)
             if keep == "activations":
                 kept.outputs.append(hidden_RLD)
             yield from self._pause()
         return hidden_RLD.detach()
+
+    def _names_of(self, index: int) -> list[str]:
+        return [name for name in self._parameters if block_of(name) == index]
+
+    def _borrow(self, index: int) -> Generator[int | None]:
+        """Wait until a block's parameters are here."""
+        if self.is_divided and not self._held.issuperset(self._names_of(index)):
+            yield index
+
+    def _return(self, index: int) -> None:
+        self._release(self._names_of(index))
+
+    def _release(self, names: Iterable[str]) -> None:
+        """Free the parameters that other trainers have."""
+        for name in names:
+            if name not in self._held:
+                value = self._parameters[name]
+                value.data = value.data.new_empty(0)
+
+    def fill(self, index: int, values: Mapping[str, Tensor]) -> None:
+        """Take a block's parameters that other trainers have, by names of a state, for one run.
+
+        Raises `ProtocolError` unless these are all.
+        """
+        self.shapes.check_values(values)
+        names = {name.removeprefix(ADAPTER) for name in values}
+        if names != set(self._names_of(index)) - self._held:
+            raise ProtocolError("bad_tensor", f"other parameters than block {index} lacks")
+        for name in names:
+            value = self._parameters[name]
+            value.data = values[f"{ADAPTER}{name}"].to(value.device, value.dtype)
+
+    def lend(self, index: int) -> dict[str, Tensor]:
+        """A block's parameters that are updated here, by names of a state, on the CPU.
+
+        In float32. May be called from another thread while passes run.
+        """
+        return {
+            f"{ADAPTER}{name}": self._parameters[name].detach().float().cpu()
+            for name in self._names_of(index)
+            if name in self._owned
+        }
 
     def _pause(self) -> Generator[None]:
         """Let other work run. Raises `ProtocolError` if the step has begun again, or ended."""
@@ -243,12 +336,12 @@ class SpanTrainer:
         """Take the sum of all replicas' gradients, of the parameters that are to be updated here.
 
         Names are those of a state. Raises `ProtocolError` for gradients that do not fit, and for
-        more parameters than this trainer's share.
+        parameters that another trainer updates.
         """
         self._require_current(step)
         self.state_shapes.check_values(grads)
         names = [name.removeprefix(ADAPTER) for name in grads]
-        self._require_share(names)
+        self._require_owned(names)
         for parameter in self._parameters.values():
             parameter.grad = None
         for name, grad in zip(names, grads.values(), strict=True):
@@ -260,7 +353,7 @@ class SpanTrainer:
         """Copies of the parameters that the last step changed, by names of a state, on the CPU."""
         self._require_current(applied)
         return {
-            f"{ADAPTER}{name}": self._parameters[name].detach().cpu().clone()
+            f"{ADAPTER}{name}": self._parameters[name].detach().float().cpu().clone()
             for name in self._updated
         }
 
@@ -299,14 +392,19 @@ class SpanTrainer:
         self._clear()
 
     def export(self) -> dict[str, Tensor]:
-        """Copies of the parameters and of the optimizer's state, by unique names, on the CPU."""
+        """Copies of the parameters and of the optimizer's state, by unique names.
+
+        In float32, on the CPU.
+        """
         found: dict[str, Tensor] = {}
+        states = {} if self._optimizer is None else self._optimizer.state
         for name, value in self._parameters.items():
+            if name not in self._held:
+                continue
             found[f"{ADAPTER}{name}"] = value
-            states = {} if self._optimizer is None else self._optimizer.state
             for key, state in states.get(value, {}).items():
                 found[f"optimizer.{key}.{name}"] = torch.as_tensor(state)
-        return {name: value.detach().cpu().clone() for name, value in found.items()}
+        return {name: value.detach().float().cpu().clone() for name, value in found.items()}
 
     def restore(self, applied: int, tensors: Mapping[str, Tensor]) -> None:
         """Continue after `applied` steps with what `export` returned then.
@@ -315,22 +413,22 @@ class SpanTrainer:
         the optimizer cannot continue with.
         """
         self.state_shapes.check(tensors)
-        states: dict[str, dict[str, Tensor]] = {name: {} for name in self._parameters}
+        states: dict[str, dict[str, Tensor]] = {name: {} for name in self._held}
         for name, value in tensors.items():
             if name.startswith("optimizer."):
                 key, _, owner = name.removeprefix("optimizer.").partition(".")
                 states[owner][key] = value
-        self._require_share([name for name, state in states.items() if state], anew=True)
+        self._require_owned([name for name, state in states.items() if state])
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(tensors[f"{ADAPTER}{name}"])
+            for name in self._held:
+                self._parameters[name].copy_(tensors[f"{ADAPTER}{name}"])
         if self._optimizer is not None:
             self._optimizer.state.clear()
             for name, state in states.items():
                 parameter = self._parameters[name]
                 if state:
                     self._optimizer.state[parameter] = {
-                        key: value.clone() if key == "step" else value.clone().to(parameter.device)
+                        key: value.clone() if key == STEP else value.to(parameter, copy=True)
                         for key, value in state.items()
                     }
         self.applied = applied
@@ -350,18 +448,10 @@ class SpanTrainer:
                 f"of {micro_batches}",
             )
 
-    def _require_share(self, names: Iterable[str], *, anew: bool = False) -> None:
-        """Refuse optimizer state for `names` beside what there is, or `anew`, beyond the share."""
-        owned = set(names)
-        if self._optimizer is not None and not anew:
-            states = self._optimizer.state
-            owned |= {name for name, value in self._parameters.items() if states.get(value)}
-        numbers = sum(self._parameters[name].numel() for name in owned)
-        if numbers > self._max_owned:
-            raise ProtocolError(
-                "too_large",
-                f"optimizer state for {numbers} numbers; {int(self._max_owned)} were promised",
-            )
+    def _require_owned(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._owned:
+                raise ProtocolError("too_large", f"another replica updates {name}")
 
     def _clear(self) -> None:
         self._attempt += 1
@@ -380,6 +470,10 @@ def compute_clip_scale(squared_norms: list[float], max_norm: float | None) -> fl
     if max_norm is None:
         return 1.0
     return min(1.0, max_norm / (math.sqrt(sum(squared_norms)) + MAX_NORM_EPS))
+
+
+def _count_tokens(hidden_RLD: Tensor) -> int:
+    return hidden_RLD.shape[0] * hidden_RLD.shape[1]
 
 
 def _require_finite(tensor: Tensor, what: str) -> None:

@@ -16,6 +16,7 @@ from nesa_node.core.errors import ConfigError
 from nesa_node.engine.training.adapters import (
     BottleneckConfig,
     DeepPromptConfig,
+    FullConfig,
     OptimizerConfig,
     require_supported,
 )
@@ -23,7 +24,7 @@ from nesa_node.engine.training.adapters import (
 if TYPE_CHECKING:
     from peft import IA3Config, LoraConfig, PeftConfig
 
-    AdapterConfig = PeftConfig | BottleneckConfig | DeepPromptConfig
+    AdapterConfig = PeftConfig | BottleneckConfig | DeepPromptConfig | FullConfig
 
 MAX_RANK = 1024
 MAX_MODULES = 1024
@@ -100,7 +101,10 @@ class Ia3Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class TrainingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One kind of adapters, or none: then the blocks pass gradients to the client's own."""
+    """One kind of adapters, or none: then the blocks pass gradients to the client's own.
+
+    Or, in place of adapters, the blocks' weights.
+    """
 
     optimizer: OptimizerConfig
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -109,6 +113,7 @@ class TrainingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     ia3: Ia3Spec | None = None
     bottleneck: BottleneckConfig | None = None
     deep_prompt: DeepPromptConfig | None = None
+    full: FullConfig | None = None
 
     def encode(self) -> bytes:
         return _encoder.encode(self)
@@ -120,7 +125,7 @@ class TrainingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
             spec = _decoder.decode(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ConfigError(f"no training spec: {str(error)[:200]}") from None
-        kinds = (spec.lora, spec.ia3, spec.bottleneck, spec.deep_prompt)
+        kinds = (spec.lora, spec.ia3, spec.bottleneck, spec.deep_prompt, spec.full)
         if sum(kind is not None for kind in kinds) > 1:
             raise ConfigError("a training spec has one kind of adapters")
         return spec
@@ -128,8 +133,9 @@ class TrainingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     def make_config(self) -> AdapterConfig | None:
         """Config of the adapters; None without any. Raises `ConfigError` for what PEFT refuses."""
         made = self.lora or self.ia3
+        own = self.bottleneck or self.deep_prompt or self.full
         try:
-            return made.make_config() if made is not None else self.bottleneck or self.deep_prompt
+            return made.make_config() if made is not None else own
         except (ValueError, TypeError) as error:
             raise ConfigError(f"PEFT refuses this adapter: {error}") from None
 
@@ -156,6 +162,8 @@ def make_spec(
         return TrainingSpec(optimizer=optimizer, seed=seed, bottleneck=config)
     if isinstance(config, DeepPromptConfig):
         return TrainingSpec(optimizer=optimizer, seed=seed, deep_prompt=config)
+    if isinstance(config, FullConfig):
+        return TrainingSpec(optimizer=optimizer, seed=seed, full=config)
     require_supported(config)
     fields = _read_fields(config, find_modules)
     kind = "lora" if "lora_alpha" in fields else "ia3"

@@ -1,11 +1,14 @@
-"""Tensors that a state of adapters and optimizer may have, on the node and in the client.
+"""Tensors that a state of adapters and optimizer may have, and how replicas divide them.
 
 States come from peers: a node continues with one, and a client writes adapters from it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,13 +16,74 @@ from torch import Tensor
 from nesa_node.compression import tensors
 from nesa_node.compression.codecs import UNCOMPRESSED
 from nesa_node.compression.tensors import TensorMeta
-from nesa_node.core.errors import ProtocolError
+from nesa_node.core.errors import ConfigError, ProtocolError
+from nesa_node.core.ids import Span
 from nesa_node.engine.training.adapters import OptimizerConfig
 
+V = TypeVar("V")
+ZeroStage = Literal[0, 1, 2, 3]
 ADAPTER = "adapter."
 """Begins the name of a parameter of the adapters."""
 STEP = "step"
 """Key of AdamW's count of updates, one number for each parameter."""
+
+
+_NO_BLOCK = -1
+
+
+def block_of(name: str) -> int:
+    """Index of the block that a parameter, or a tensor of a state, belongs to.
+
+    It is the first number in the name; -1 without any.
+    """
+    return next((int(part) for part in name.split(".") if part.isdigit()), _NO_BLOCK)
+
+
+def select_blocks(state: Mapping[str, V], span: Span) -> dict[str, V]:
+    """Tensors of a span's blocks. Those of no block belong to a span that has none."""
+    blocks = range(span.start, span.end) or (_NO_BLOCK,)
+    return {name: value for name, value in state.items() if block_of(name) in blocks}
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """What one of a span's replicas updates, and keeps, of the span's parameters (ZeRO)."""
+
+    stage: ZeroStage = 0
+    """1 divides the optimizer's state, 2 gradients too, 3 also the parameters."""
+    rank: int = 0
+    count: int = 1
+    """Replicas."""
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError`."""
+        if not 0 <= self.rank < self.count:
+            raise ConfigError(f"part {self.rank} of {self.count}")
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether gradients are handed over with each micro-batch, and not kept."""
+        return self.stage >= 2 and self.count > 1
+
+    @property
+    def divides_parameters(self) -> bool:
+        return self.stage == 3 and self.count > 1
+
+    def select(self, sizes: Mapping[str, int]) -> frozenset[str]:
+        """Names of the parameters that this replica updates, of all and their sizes."""
+        if not self.stage:
+            return frozenset(sizes)
+        owners = assign_owners(sizes, self.count)
+        return frozenset(name for name, owner in owners.items() if owner == self.rank)
+
+
+def assign_owners(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Which of `count` nodes updates each parameter: the largest first, to the one with least."""
+    loads, owners = [0] * count, {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = rank = loads.index(min(loads))
+        loads[rank] += sizes[name]
+    return owners
 
 
 class StateShapes:
@@ -37,6 +101,10 @@ class StateShapes:
     @property
     def max_tensors(self) -> int:
         return len(self._shapes)
+
+    @property
+    def max_tensor_bytes(self) -> int:
+        return 4 * max((math.prod(shape) for shape in self._shapes.values()), default=0)
 
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
         """Raise `ProtocolError("bad_tensor")` for a name or shape that no such state has."""

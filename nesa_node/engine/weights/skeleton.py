@@ -127,6 +127,11 @@ class Skeleton:
     def decoder(self) -> Any:
         return self.model.get_submodule(self.family.decoder)
 
+    @property
+    def tensor_names(self) -> list[str]:
+        """Names of all of the model's tensors."""
+        return list(self._shapes)
+
     def block_names(self, span: Span) -> list[str]:
         """Return the names of the model's tensors in these blocks."""
         indices = range(span.start, span.end)

@@ -14,8 +14,9 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.lru_table import LruTable
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.training.adapted_blocks import count_adapter_values
-from nesa_node.engine.training.span_trainer import Keep
+from nesa_node.engine.training.span_trainer import Keep, KeptRoom
 from nesa_node.engine.training.training_spec import TrainingSpec
+from nesa_node.engine.training.training_state import Partition
 
 RETRY_AFTER_S = 5.0
 ACTIVATION_VALUES = 48
@@ -41,19 +42,24 @@ class TrainingNeed:
     """Parameters, gradients and optimizer state, and a copy of the state that is sent."""
     running_bytes: int
     """Activations of the block that runs, its attention mask, and messages on the way."""
-    kept_bytes: dict[Keep, int]
+    kept_tokens: int
+    """Of micro-batches between forward and backward, at most."""
+    token_bytes: dict[Keep, int]
 
     def total_bytes(self, keep: Keep) -> int:
-        return self.adapter_bytes + self.running_bytes + self.kept_bytes[keep]
+        kept_bytes = self.kept_tokens * self.token_bytes[keep]
+        return self.adapter_bytes + self.running_bytes + kept_bytes
 
 
-def _compute_share(blocks: ModelBlocks, partitions: int) -> float:
-    """Part of a span's adapters whose optimizer state one of `partitions` nodes has, at most.
+def _compute_share(blocks: ModelBlocks, partition: Partition) -> float:
+    """Part of a span's adapters that one of its nodes updates, at most.
 
     Tensors are not divided: a part may exceed the mean by one, which is taken to be a block's.
     Adapters of few blocks have larger ones, but `count_adapter_values` counts those of all blocks.
     """
-    return min(1.0, 1 / partitions + 1 / blocks.num_blocks) if partitions > 1 else 1.0
+    if not partition.stage or partition.count == 1:
+        return 1.0
+    return min(1.0, 1 / partition.count + 1 / blocks.num_blocks)
 
 
 def compute_need(
@@ -62,19 +68,20 @@ def compute_need(
     *,
     max_tokens: int,
     max_kept_tokens: int,
-    partitions: int = 1,
-    hand_over: bool = False,
+    partition: Partition,
 ) -> TrainingNeed:
     """Compute what a session needs that keeps up to `max_kept_tokens` tokens of micro-batches.
 
-    Each micro-batch has up to `max_tokens` tokens. `partitions` and `hand_over` are as in
-    `train_open`.
+    Each micro-batch has up to `max_tokens` tokens.
     """
     hidden_bytes = blocks.hidden_size * blocks.dtype.itemsize
-    share = _compute_share(blocks, partitions)
+    share = _compute_share(blocks, partition)
+    one_block = 1 / blocks.num_blocks
     moments = 2 if spec.optimizer.name == "adamw" else int(spec.optimizer.momentum > 0)
-    grads = max(share, 1 / blocks.num_blocks) if hand_over else 1.0
-    copies = 1 + grads + share * moments + (1 + share * moments)
+    grads = max(share, one_block) if partition.hands_over else 1.0
+    # Beside its own parameters a node has those of the block that runs, and what it is lent.
+    held = min(1.0, share + 2 * one_block) if partition.divides_parameters else 1.0
+    copies = held + grads + share * moments + (held + share * moments)
     inputs_bytes = blocks.num_blocks * hidden_bytes
     activations_bytes = blocks.num_blocks * ACTIVATION_VALUES * hidden_bytes
     return TrainingNeed(
@@ -83,10 +90,11 @@ def compute_need(
         + max_tokens * inputs_bytes
         + max_tokens * max_tokens * MASK_BYTES
         + max_kept_tokens * blocks.hidden_size * 4,
-        kept_bytes={
-            "activations": max_kept_tokens * activations_bytes,
-            "inputs": max_kept_tokens * inputs_bytes,
-            "input": max_kept_tokens * hidden_bytes,
+        kept_tokens=max_kept_tokens,
+        token_bytes={
+            "input": hidden_bytes,
+            "inputs": inputs_bytes,
+            "activations": activations_bytes,
         },
     )
 
@@ -103,8 +111,8 @@ class TrainingMemory:
         return self.total_bytes - self._reserved.total()
 
     @contextmanager
-    def reserve(self, peer: PeerId, need: TrainingNeed) -> Iterator[Keep]:
-        """Reserve a session's memory; the value says what it may keep: as much as fits.
+    def reserve(self, peer: PeerId, need: TrainingNeed) -> Iterator[KeptRoom]:
+        """Reserve a session's memory; the value is its room for micro-batches: as much as fits.
 
         Raises `ProtocolError("not_trained")` where the operator lends no memory,
         `ProtocolError("too_large")` for more than a peer may ever have, and `BusyError`.
@@ -121,16 +129,13 @@ class TrainingMemory:
                 "adapters",
             )
         room = min(most - self._reserved[peer], self.free_bytes)
-        options: tuple[Keep, ...] = ("activations", "inputs", "input")
-        for keep in options:
-            nbytes = need.total_bytes(keep)
-            if nbytes <= room:
-                break
-        else:
+        nbytes = min(room, need.total_bytes("activations"))
+        if nbytes < least:
             raise BusyError(f"no room for {least >> 20} MiB of training", RETRY_AFTER_S)
         self._reserved[peer] += nbytes
+        kept_bytes = nbytes - need.adapter_bytes - need.running_bytes
         try:
-            yield keep
+            yield KeptRoom(kept_bytes, need.kept_tokens, need.token_bytes)
         finally:
             self._reserved[peer] -= nbytes
             if not self._reserved[peer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,8 +17,9 @@ from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks
-from nesa_node.engine.training.span_trainer import Keep, SpanTrainer
+from nesa_node.engine.training.span_trainer import KeptRoom, SpanTrainer
 from nesa_node.engine.training.training_spec import TrainingSpec
+from nesa_node.engine.training.training_state import Partition, ZeroStage
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.server.scheduler.batch import Executor
 from nesa_node.server.session.message_loop import Drain
@@ -37,6 +39,7 @@ from nesa_node.swarm.protocol.training_messages import TrainOpen, TrainOpened
 
 log = get_logger(__name__)
 
+STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 PLAN_READ_S = 5.0
 """Longest read of the DHT for what a client has announced. It signed what it sends, too."""
 
@@ -74,6 +77,7 @@ class TrainingServer:
             raise ProtocolError("not_trained", "this node has no PEFT (pip install peft)")
         try:
             spec = TrainingSpec.decode(opened.spec)
+            partition = _read_partition(opened)
         except ConfigError as error:
             raise ProtocolError("bad_spec", str(error)) from None
         if opened.max_tokens > opened.max_kept_tokens:
@@ -85,8 +89,7 @@ class TrainingServer:
             spec,
             max_tokens=opened.max_tokens,
             max_kept_tokens=opened.max_kept_tokens,
-            partitions=opened.partitions,
-            hand_over=opened.hand_over,
+            partition=partition,
         )
         with self.memory.reserve(stream.peer, need) as keep:
             # Not in a thread that computes, which would stand still for seconds the first time.
@@ -98,14 +101,14 @@ class TrainingServer:
                     blocks,
                     spec,
                     keep=keep,
-                    partitions=opened.partitions,
+                    partition=partition,
                 ),
             )
             log.info(
                 "training_opened",
                 blocks=str(blocks.span),
-                parameters=sum(each.numel() for each in trainer.blocks.parameters.values()),
-                keep=keep,
+                parameters=sum(map(math.prod, trainer.blocks.shapes.values())),
+                kept_mib=keep.nbytes >> 20,
             )
             try:
                 await self._run(stream, opened, trainer, drain)
@@ -127,14 +130,13 @@ class TrainingServer:
         plan = notice.find_plan(opened.plan)
         if plan is None:
             raise ProtocolError("plan_mismatch", "the notice has no such plan")
-        stage = 0 if opened.partitions == 1 else 2 if opened.hand_over else 1
         differences = [
             name
             for name, differs in (
                 ("spec", plan.spec != hashlib.sha256(opened.spec).hexdigest()),
                 ("max_tokens", plan.max_tokens != opened.max_tokens),
                 ("partitions", opened.partitions > plan.replicas),
-                ("zero_stage", stage not in (0, plan.zero_stage)),
+                ("zero_stage", opened.zero_stage != plan.zero_stage),
             )
             if differs
         ]
@@ -169,10 +171,12 @@ class TrainingServer:
                 self._openings.charge(peer, time.monotonic() - started)
 
     def _make_trainer(
-        self, blocks: ModelBlocks, spec: TrainingSpec, *, keep: Keep, partitions: int
+        self, blocks: ModelBlocks, spec: TrainingSpec, *, keep: KeptRoom, partition: Partition
     ) -> SpanTrainer:
-        adapted = AdaptedBlocks(blocks, self._checkpoint, spec.make_config(), seed=spec.seed)
-        return SpanTrainer(adapted, spec.optimizer, keep=keep, partitions=partitions)
+        adapted = AdaptedBlocks(
+            blocks, self._checkpoint, spec.make_config(), seed=spec.seed, partition=partition
+        )
+        return SpanTrainer(adapted, spec.optimizer, keep=keep, partition=partition)
 
     async def _run(
         self, stream: Stream, opened: TrainOpen, trainer: SpanTrainer, drain: Drain
@@ -190,3 +194,9 @@ class TrainingServer:
             stream, HiddenStatesSpec(trainer.blocks.hidden_size, dtype, opened.max_tokens)
         )
         await session.run(drain=drain, idle_timeout_s=self._idle_timeout_s)
+
+
+def _read_partition(opened: TrainOpen) -> Partition:
+    """Raises `ConfigError`."""
+    stage: ZeroStage = STAGES[opened.zero_stage]
+    return Partition(stage, opened.partition, opened.partitions)

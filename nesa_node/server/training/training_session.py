@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -50,6 +50,9 @@ from nesa_node.swarm.protocol.training_messages import (
     TrainForward,
     TrainGradient,
     TrainGradients,
+    TrainLend,
+    TrainLent,
+    TrainNeed,
     TrainNorm,
     TrainNormed,
     TrainOpen,
@@ -67,6 +70,7 @@ T = TypeVar("T")
 _Answer = tuple[Message, memoryview | bytearray | bytes]
 _Head = TrainState | TrainGradients | TrainParameters
 
+BORROW_TIMEOUT_S = 60.0
 MAX_QUEUED_MESSAGES = 4096
 """Messages that may wait; then reading stops."""
 
@@ -106,6 +110,11 @@ class TrainingSession:
         """Of kept micro-batches, by number."""
         self._incoming: tuple[_Head, StateTensors] | None = None
         """The message whose tensors arrive, and those that have."""
+        self._needed: tuple[int, asyncio.Future[Mapping[str, Tensor]]] | None = None
+        """The block whose parameters a pass waits for."""
+        self._borrowed: StateTensors | None = None
+        """Those of them that have arrived, while they do."""
+        self._sending = asyncio.Lock()
         self._active_at = time.monotonic()
         self._computing = False
         sizes = [value.numel() for value in trainer.blocks.parameters.values()]
@@ -153,6 +162,15 @@ class TrainingSession:
                     self._wire.record_arrival(message)
                 case Probe():
                     pass
+                case TrainLend():
+                    lent = await asyncio.to_thread(self._trainer.lend, message.block)
+                    head = TrainLent(block=message.block, tensors=len(lent))
+                    await self._send([(head, b""), *_encode_state(lent)])
+                case TrainLent():
+                    self._begin_borrowed(message)
+                case TrainTensor() if self._borrowed is not None:
+                    self._borrowed.add(message.name, message.tensor, payload)
+                    self._end_borrowed()
                 case _:
                     await self._enqueue(message, payload)
             await self._budget.wait_until_paid(self._client, message)
@@ -221,8 +239,7 @@ class TrainingSession:
                     number: layout.padded_tokens for number, layout in self._layouts.items()
                 }
             del message, payload
-            for answer, data in answers:
-                await self._client.send(answer, data)
+            await self._send(answers)
             self._active_at = time.monotonic()
 
     async def _apply(self, message: AnyMessage, payload: bytearray) -> list[_Answer]:
@@ -304,7 +321,7 @@ class TrainingSession:
             raise ProtocolError("stale_step", f"micro-batch {message.micro} went not forward")
         grad_RLD = await self._decode(message.tensor, payload, layout)
         work = self._trainer.backward(message.step, message.micro, grad_RLD)
-        input_grad_RLD = await self._run_blocks(work, hand_over=self._opened.hand_over)
+        input_grad_RLD = await self._run_blocks(work, hand_over=self._trainer.partition.hands_over)
         del self._layouts[message.micro]
         meta, data = await self._encode(layout.from_rows(input_grad_RLD))
         return TrainGradient(step=message.step, micro=message.micro, tensor=meta), data
@@ -331,12 +348,46 @@ class TrainingSession:
         With `hand_over` the gradients of adapters go to the client after each block.
         """
         while True:
-            result = await self._run(partial(_advance, work))
+            found = await self._run(partial(_advance, work))
+            if isinstance(found, int):
+                await self._borrow(found)
+                continue
             if hand_over:
-                for message, data in _encode_state(await self._run(self._trainer.take_gradients)):
-                    await self._client.send(message, data)
-            if result is not None:
-                return result
+                await self._send(_encode_state(await self._run(self._trainer.take_gradients)))
+            if found is not None:
+                return found
+
+    async def _borrow(self, block: int) -> None:
+        """Get the parameters of a block that other nodes have."""
+        future: asyncio.Future[Mapping[str, Tensor]] = asyncio.get_running_loop().create_future()
+        self._needed = block, future
+        try:
+            await self._send([(TrainNeed(block=block), b"")])
+            async with asyncio.timeout(BORROW_TIMEOUT_S):
+                values = await future
+        except TimeoutError:
+            raise ProtocolError("not_computed", f"no parameters of block {block} came") from None
+        finally:
+            self._needed = self._borrowed = None
+        await self._run(partial(self._trainer.fill, block, values))
+
+    def _begin_borrowed(self, head: TrainLent) -> None:
+        if self._needed is None or self._needed[0] != head.block or self._borrowed is not None:
+            raise ProtocolError("unexpected", f"parameters of block {head.block} are not needed")
+        self._borrowed = StateTensors(self._trainer.shapes, head.tensors, self._max_tensor_bytes)
+        self._end_borrowed()
+
+    def _end_borrowed(self) -> None:
+        assert self._borrowed is not None
+        if self._borrowed.is_complete and self._needed is not None:
+            self._needed[1].set_result(self._borrowed.found)
+            self._borrowed = None
+
+    async def _send(self, parts: Sequence[_Answer]) -> None:
+        """Send messages that belong together, with no other but pongs in between."""
+        async with self._sending:
+            for message, data in parts:
+                await self._client.send(message, data)
 
     async def _run(self, job: Callable[[], T]) -> T:
         """Run `job` in the thread that trains. Its errors beside `ProtocolError` are answered."""
@@ -401,11 +452,10 @@ def _encode_state(state: Mapping[str, Tensor]) -> list[_Answer]:
     return found
 
 
-def _advance(work: BlockByBlock) -> Tensor | None:
-    """Run one block; return the result after the last one."""
+def _advance(work: BlockByBlock) -> Tensor | int | None:
+    """Run one block, or return which one lacks parameters; return the result after the last one."""
     try:
-        next(work)
+        return next(work)
     except StopIteration as ended:
         result: Tensor = ended.value
         return result
-    return None

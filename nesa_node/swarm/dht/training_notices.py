@@ -38,7 +38,7 @@ class SessionPlan(BaseModel):
     """Steps between two points to which the session returns when a node is lost."""
     replicas: int = Field(ge=1, le=64)
     """Nodes of each span, at most."""
-    zero_stage: int = Field(ge=0, le=2)
+    zero_stage: int = Field(ge=0, le=3)
     average_every: Count
     """Steps between two averagings of replicas; 1: they are synchronous."""
 

@@ -65,6 +65,9 @@ from nesa_node.swarm.protocol.training_messages import (
     TrainForward,
     TrainGradient,
     TrainGradients,
+    TrainLend,
+    TrainLent,
+    TrainNeed,
     TrainNorm,
     TrainNormed,
     TrainOpen,
@@ -86,6 +89,7 @@ AnyMessage = (
     | TrainOpen | TrainOpened | TrainBegin | TrainBegan | TrainForward | TrainOutput
     | TrainBackward | TrainGradient | TrainNorm | TrainNormed | TrainApply | TrainApplied
     | TrainCollect | TrainGradients | TrainReduced | TrainFetch | TrainParameters
+    | TrainNeed | TrainLend | TrainLent
     | TrainPull | TrainState | TrainTensor | TrainRestored
     | AdapterQuery | AdapterHeld | AdapterGet | AdapterFiles
     | AdapterPut | AdapterWanted | AdapterChunk | AdapterStored

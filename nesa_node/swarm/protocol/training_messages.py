@@ -38,6 +38,7 @@ MAX_NOTICE_BYTES = 8192
 
 StepNumber = Epoch
 PlanDigest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+BlockNumber = Annotated[int, Meta(ge=0, le=1 << 16)]
 MicroNumber = Annotated[int, Meta(ge=0, lt=MAX_MICRO_BATCHES)]
 TextLengths = Annotated[
     tuple[
@@ -74,10 +75,13 @@ class TrainOpen(Message, frozen=True, tag="train_open"):
     """Lowest quality that hidden states and gradients may be compressed to."""
     codecs: Codecs = ()
     """Codecs that the client decodes beside "none"."""
+    zero_stage: Annotated[int, Meta(ge=0, le=3)] = 0
+    """What the nodes of a span divide: 1 the optimizer's state; 2 gradients too, which are sent
+    with each micro-batch; 3 also the parameters."""
     partitions: Annotated[int, Meta(ge=1, le=MAX_PARTITIONS)] = 1
-    """Nodes among which the span's optimizer state is divided (ZeRO, stage 1)."""
-    hand_over: bool = False
-    """Whether gradients of adapters are sent with each micro-batch, and not kept (stage 2)."""
+    """Nodes that divide it."""
+    partition: Annotated[int, Meta(ge=0, lt=MAX_PARTITIONS)] = 0
+    """Which part is this node's (`Partition` in `engine/training/training_state.py`)."""
 
 
 class TrainOpened(Message, frozen=True, tag="train_opened"):
@@ -203,6 +207,28 @@ class TrainParameters(Message, frozen=True, tag="train_parameters"):
     """
 
     applied: StepNumber
+    tensors: Annotated[int, Meta(ge=0, le=MAX_STATE_TENSORS)]
+
+
+class TrainNeed(Message, frozen=True, tag="train_need"):
+    """Node to client: a pass waits for the parameters of `block` that other nodes have."""
+
+    block: BlockNumber
+
+
+class TrainLend(Message, frozen=True, tag="train_lend"):
+    """Client to node: ask for its parameters of `block`. It is answered at once."""
+
+    block: BlockNumber
+
+
+class TrainLent(Message, frozen=True, tag="train_lent"):
+    """Parameters of `block`: `tensors` `train_tensor`s follow, with no other in between.
+
+    To the client those that the node has, to a node those that it needs.
+    """
+
+    block: BlockNumber
     tensors: Annotated[int, Meta(ge=0, le=MAX_STATE_TENSORS)]
 
 

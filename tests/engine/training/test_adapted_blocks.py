@@ -22,8 +22,19 @@ from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.kernels.quantized_linear import is_quantizable, make_quantized_linear
 from nesa_node.engine.model.loading import detach_span
 from nesa_node.engine.training import adapted_blocks
-from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
-from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig
+from nesa_node.engine.training.adapted_blocks import (
+    AdaptedBlocks,
+    MicroBatch,
+    count_adapter_values,
+    find_adapter_shapes,
+)
+from nesa_node.engine.training.adapters import (
+    BottleneckConfig,
+    DeepPromptConfig,
+    FullConfig,
+    OptimizerConfig,
+)
+from nesa_node.engine.training.training_spec import TrainingSpec
 from nesa_node.engine.weights.skeleton import initializer_lock
 from tests.engine.chained import Chain, Run, distance, open_local
 from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_model
@@ -154,6 +165,51 @@ def test_gradients_are_those_of_peft(
     assert set(found) == set(expected)
     for name, value in expected.items():
         assert distance(found[name], value) < 1e-5, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_the_weights_themselves(family: str, models_dir: Path, tmp_path: Path) -> None:
+    folder = remove_dropout(save_tiny_model(family, models_dir), tmp_path)
+    ids_RL = make_batch()
+    chain = Chain(folder)
+    found, found_loss = run_spans(chain, adapt(chain, folder, FullConfig()), ids_RL, MicroBatch(0))
+    model = reference(folder).float().train()
+    layers: Any = model.get_submodule(open_local(folder).family.layers_path)
+    layers.requires_grad_(True)
+    loss = model(input_ids=ids_RL, labels=ids_RL, use_cache=False).loss
+    loss.backward()
+    prefix = open_local(folder).family.layers_path
+    expected = {f"{prefix}.{name}": value.grad for name, value in layers.named_parameters()}
+    assert found_loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert value is not None
+        assert distance(found[name], value) < 2e-5, name
+    shapes = find_adapter_shapes(open_local(folder), FullConfig(), Span(0, 6))
+    assert shapes == {name: tuple(value.shape) for name, value in found.items()}
+
+
+def test_trained_weights_are_a_copy(models_dir: Path) -> None:
+    """What the node serves stays, and may be quantized."""
+    folder = save_tiny_model("llama", models_dir)
+    [served] = Chain(folder, spans=[Span(0, 6)], quant_type="int8").blocks
+    before = [part for layer in served.split_layers() for part in layer.values()]
+    kept = [copy.deepcopy(part) for part in before]
+    span = AdaptedBlocks(served, open_local(folder), FullConfig("bfloat16"), seed=SEED)
+    assert span.dtype == torch.bfloat16
+    for value in span.parameters.values():
+        assert value.dtype == torch.bfloat16
+        value.data.zero_()
+    for part, was in zip(before, kept, strict=True):
+        if isinstance(part, nn.Module) and isinstance(was, nn.Module):
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(part.state_dict().values(), was.state_dict().values(), strict=True)
+                if isinstance(a, Tensor)
+            )
+    spec = TrainingSpec(OptimizerConfig(), 0, full=FullConfig())
+    numbers = sum(value.numel() for value in span.parameters.values())
+    assert count_adapter_values(served, spec) >= numbers
 
 
 def randomize(spans: list[AdaptedBlocks]) -> None:

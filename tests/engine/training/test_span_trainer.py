@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from nesa_node.client.training.replica_group import assign_owners
-from nesa_node.client.training.training_nodes import block_of
 from nesa_node.core.errors import ConfigError, ProtocolError
-from nesa_node.engine.training.adapted_blocks import MicroBatch
-from nesa_node.engine.training.adapters import OptimizerConfig
+from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
+from nesa_node.engine.training.adapters import FullConfig, OptimizerConfig
 from nesa_node.engine.training.span_trainer import (
     BlockByBlock,
     Keep,
+    KeptRoom,
     SpanTrainer,
     compute_clip_scale,
     finish,
 )
-from tests.engine.chained import Chain, distance
+from nesa_node.engine.training.training_state import Partition, ZeroStage, assign_owners, block_of
+from tests.engine.chained import Chain, distance, open_local
 from tests.engine.tiny_models import reference, save_tiny_model
 from tests.engine.training.test_adapted_blocks import (
     PEFT_WARNINGS,
@@ -87,14 +87,26 @@ def train_reference(folder: Path, optimizer: str) -> tuple[dict[str, Tensor], li
 class Session:
     """A client and its spans in this process."""
 
-    def __init__(self, folder: Path, optimizer: str = "adamw", keep: Keep = "inputs") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        optimizer: str = "adamw",
+        keep: Keep | KeptRoom = "inputs",
+        *,
+        adapter: Any = CONFIG,
+        partition: Partition | None = None,
+    ) -> None:
         self.chain, self.optimizer = Chain(folder), optimizer
         extra: dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
         config = OptimizerConfig(optimizer, weight_decay=0.01, **extra)  # type: ignore[arg-type]
-        self.spans = [
-            SpanTrainer(each, config, keep=keep) for each in adapt(self.chain, folder, CONFIG)
+        checkpoint = open_local(folder)
+        adapted = [
+            AdaptedBlocks(span, checkpoint, adapter, seed=SEED, partition=partition)
+            for span in self.chain.blocks
         ]
-
+        self.spans = [SpanTrainer(each, config, keep=keep, partition=partition) for each in adapted]
+        self.lenders: list[Session] = []
+        """Other replicas, where parameters are divided."""
         self.handed_over: list[dict[str, Tensor]] = []
         """Of each span, the gradients that were taken after each of its blocks."""
 
@@ -105,18 +117,38 @@ class Session:
         ids_RL, batch = data_of(step, micro), MicroBatch(0)
         number = micro if number is None else number
         hidden_RLD = self.chain.embedder.embed_batch(ids_RL, torch.arange(12).expand(2, -1))
-        for span in self.spans:
-            hidden_RLD = finish(span.forward(step, number, hidden_RLD, batch))
+        for index, span in enumerate(self.spans):
+            work = span.forward(step, number, hidden_RLD, batch)
+            hidden_RLD = finish(self.with_loans(index, work))
         hidden_RLD.requires_grad_()
         loss = loss_of(self.chain.head.logits_with_gradients(hidden_RLD), ids_RL) / 2
         [grad_RLD] = torch.autograd.grad(loss, hidden_RLD)
         self.handed_over = [{} for _ in self.spans]
-        for span, handed_over in zip(reversed(self.spans), reversed(self.handed_over), strict=True):
-            work = span.backward(step, number, grad_RLD)
+        for index, span in reversed(list(enumerate(self.spans))):
+            work = self.with_loans(index, span.backward(step, number, grad_RLD))
             if hand_over:
-                work = hand_over_after_blocks(span, work, handed_over)
+                work = hand_over_after_blocks(span, work, self.handed_over[index])
             grad_RLD = finish(work)
         return float(loss.detach())
+
+    def with_loans(self, index: int, work: BlockByBlock) -> BlockByBlock:
+        """Give a span the parameters of each block that it asks for, and no others."""
+        span = self.spans[index]
+        while True:
+            try:
+                block = next(work)
+            except StopIteration as ended:
+                result: Tensor = ended.value
+                return result
+            if block is None:
+                yield None
+                continue
+            lent: dict[str, Tensor] = {}
+            for lender in self.lenders:
+                lent |= lender.spans[index].lend(block)
+            with pytest.raises(ProtocolError, match=f"other parameters than block {block} lacks"):
+                span.fill(block, dict(list(lent.items())[1:]))
+            span.fill(block, lent)
 
     def apply(self, step: int) -> None:
         scale = compute_clip_scale([s.compute_squared_norm(step) for s in self.spans], MAX_NORM)
@@ -201,6 +233,30 @@ def test_what_is_kept_of_a_micro_batch_changes_no_bit(models_dir: Path) -> None:
         finish(session.spans[0].forward(2, 0, torch.ones(2, 12, 64), MicroBatch(0)))
         kept.append(session.spans[0].kept_bytes)
     assert kept == [2 * 12 * 64 * 4, 2 * 2 * 12 * 64 * 4, 2 * 2 * 12 * 64 * 4]
+
+
+def test_as_much_is_kept_as_leaves_room_for_the_rest(models_dir: Path) -> None:
+    """Micro-batches of 24 tokens, five at most: 100 bytes a token with activations, 10 and 1."""
+    token_bytes: dict[Keep, int] = {"input": 1, "inputs": 10, "activations": 100}
+
+    def kept_of(nbytes: int) -> list[str]:
+        room = KeptRoom(nbytes, 5 * 24, token_bytes)
+        folder = save_tiny_model("llama", models_dir)
+        session = Session(folder, keep=room)
+        span, ids_RL = session.spans[0], torch.ones(2, 12, dtype=torch.int64)
+        hidden_RLD = session.chain.embedder.embed_batch(ids_RL, torch.arange(12).expand(2, -1))
+        for number in range(5):
+            finish(span.forward(0, number, hidden_RLD, MicroBatch(0)))
+        found = [each.keep for each in span._kept.values()]
+        assert sum(24 * token_bytes[keep] for keep in found) <= nbytes
+        for number in range(5):
+            finish(span.backward(0, number, torch.ones_like(hidden_RLD)))
+        return [keep.replace("activations", "all") for keep in found]
+
+    assert kept_of(5 * 24) == ["input"] * 5
+    assert kept_of(5 * 24 + 24 * 9 + 1) == ["inputs", *["input"] * 4]
+    assert kept_of(24 * 220) == ["all", "all", "inputs", "input", "input"]
+    assert kept_of(24 * 500) == ["all"] * 5
 
 
 def test_a_forward_or_backward_ends_where_its_step_begins_again(models_dir: Path) -> None:
@@ -306,7 +362,7 @@ def hand_over_after_blocks(
 ) -> BlockByBlock:
     """Take the gradients after each block, as nodes do: never more than a block's are there."""
     largest = max(
-        sum(v.nbytes for n, v in span.blocks.parameters.items() if block_of(n) == index)
+        sum(4 * math.prod(s) for n, s in span.blocks.shapes.items() if block_of(n) == index)
         for index in range(span.blocks.span.start, span.blocks.span.end)
     )
     while True:
@@ -318,7 +374,7 @@ def hand_over_after_blocks(
             return result
         assert count_bytes(span)["gradients"] <= largest
         handed_over |= span.take_gradients()
-        yield
+        yield None
 
 
 def count_bytes(span: SpanTrainer) -> dict[str, int]:
@@ -339,21 +395,37 @@ def count_bytes(span: SpanTrainer) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(("stage", "per_number"), [(0, 16), (1, 8 + 8 / 2), (2, 4 + 12 / 2)])
+@pytest.mark.parametrize(
+    ("stage", "adapter", "per_number"),
+    [
+        (0, CONFIG, 16),
+        (1, CONFIG, 8 + 8 / 2),
+        (2, CONFIG, 4 + 12 / 2),
+        (2, FullConfig(), 4 + 12 / 2),
+        (3, FullConfig(), 16 / 2),
+    ],
+    ids=["0", "1", "2", "2 of weights", "3 of weights"],
+)
 def test_bytes_of_replicas_are_those_of_zeros_arithmetic(
-    stage: int, per_number: float, models_dir: Path
+    stage: ZeroStage, adapter: Any, per_number: float, models_dir: Path
 ) -> None:
     """Of two replicas, before the update: 4 bytes of each parameter, 4 of its gradient, 8 of AdamW.
 
-    Stage 1 divides AdamW's by two, stage 2 also the gradient's.
+    Stage 1 divides AdamW's by two, stage 2 also the gradient's, stage 3 the parameter's.
     """
-    replicas = [Session(save_tiny_model("llama", models_dir)) for _ in range(2)]
+    folder = save_tiny_model("llama", models_dir)
+    replicas = [
+        Session(folder, adapter=adapter, partition=Partition(stage, rank, 2)) for rank in range(2)
+    ]
+    if stage == 3:
+        for rank, replica in enumerate(replicas):
+            replica.lenders = [replicas[1 - rank]]
     for step in range(2):
         for rank, replica in enumerate(replicas):
-            replica.run_micro_batch(step, rank, number=0, hand_over=stage == 2)
+            replica.run_micro_batch(step, rank, number=0, hand_over=stage >= 2)
         for index in range(3):
             spans = [replica.spans[index] for replica in replicas]
-            sizes = {f"adapter.{n}": v.numel() for n, v in spans[0].blocks.parameters.items()}
+            sizes = {f"adapter.{n}": math.prod(s) for n, s in spans[0].blocks.shapes.items()}
             owners = assign_owners(sizes, 2)
             held = [
                 span.take_gradients() if stage < 2 else replica.handed_over[index]
@@ -374,12 +446,35 @@ def test_bytes_of_replicas_are_those_of_zeros_arithmetic(
                     numbers = sum(sizes.values())
                     assert sum(before.values()) == pytest.approx(per_number * numbers, rel=0.05)
                 span.apply(step, micro_batches=2, learning_rate=0.1, scale=1.0)
-            if stage:
+            if stage in (1, 2):
                 for rank, span in enumerate(spans):
                     other = spans[1 - rank].export_updated(step + 1)
                     span.set_parameters(step + 1, other)
-    first, second = (replica.values() for replica in replicas)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    first, second = replicas
+    if stage < 3:
+        values = first.values(), second.values()
+        assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
+    else:
+        check_divided_weights(first, second, folder)
+
+
+def check_divided_weights(first: Session, second: Session, folder: Path) -> None:
+    """Both have their halves of what one replica with both micro-batches has."""
+    alone = Session(folder, adapter=FullConfig())
+    for step in range(2):
+        for micro in range(2):
+            alone.run_micro_batch(step, micro)
+        for span in alone.spans:
+            span.apply(step, micro_batches=2, learning_rate=0.1, scale=1.0)
+    for spans in zip(first.spans, second.spans, alone.spans, strict=True):
+        one, other, whole = (
+            {n: v for n, v in span.export().items() if n.startswith("adapter.")} for span in spans
+        )
+        assert not one.keys() & other.keys()
+        assert one.keys() | other.keys() == whole.keys()
+        for name, value in (one | other).items():
+            # Gradients were added in the same order.
+            assert torch.equal(value, whole[name]), name
 
 
 @pytest.mark.parametrize("partitions", [2, 3, 5])
@@ -391,7 +486,7 @@ def test_few_tensors_are_divided_among_nodes(partitions: int, models_dir: Path) 
     values = {f"adapter.{name}": value.detach() for name, value in adapted.parameters.items()}
     owners = assign_owners({name: value.numel() for name, value in values.items()}, partitions)
     for rank in range(partitions):
-        span = SpanTrainer(adapted, OptimizerConfig(), partitions=partitions)
+        span = SpanTrainer(adapted, OptimizerConfig(), partition=Partition(1, rank, partitions))
         part = {name: value for name, value in values.items() if owners[name] == rank}
         span.reduce(0, part)
         span.apply(0, micro_batches=1, learning_rate=0.1, scale=1.0)
@@ -401,7 +496,7 @@ def test_few_tensors_are_divided_among_nodes(partitions: int, models_dir: Path) 
 def test_more_than_the_share_is_refused(models_dir: Path) -> None:
     folder = save_tiny_model("llama", models_dir)
     [adapted, *_] = adapt(Chain(folder), folder, CONFIG)
-    span = SpanTrainer(adapted, OptimizerConfig(), partitions=3)
+    span = SpanTrainer(adapted, OptimizerConfig(), partition=Partition(1, 0, 3))
     whole = {name: value for name, value in span.export().items() if name.startswith("adapter.")}
     owners = assign_owners({name: value.numel() for name, value in whole.items()}, 3)
     part = {name: value for name, value in whole.items() if owners[name] == 0}
@@ -409,7 +504,7 @@ def test_more_than_the_share_is_refused(models_dir: Path) -> None:
     span.apply(0, micro_batches=1, learning_rate=0.1, scale=1.0)
     kept = span.export()
     for wrong in (whole, {name: value for name, value in whole.items() if owners[name] > 0}):
-        with pytest.raises(ProtocolError, match=r"optimizer state for .* were promised"):
+        with pytest.raises(ProtocolError, match="another replica updates"):
             span.reduce(1, wrong)
     moments = {
         f"optimizer.{key}.{name.removeprefix('adapter.')}": (
@@ -418,7 +513,7 @@ def test_more_than_the_share_is_refused(models_dir: Path) -> None:
         for name, value in whole.items()
         for key in ("step", "exp_avg", "exp_avg_sq")
     }
-    with pytest.raises(ProtocolError, match=r"optimizer state for .* were promised"):
+    with pytest.raises(ProtocolError, match="another replica updates"):
         span.restore(1, whole | moments)
     assert all(torch.equal(value, kept[name]) for name, value in span.export().items())
     span.restore(1, kept)

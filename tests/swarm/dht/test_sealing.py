@@ -174,7 +174,7 @@ _BAD_PLANS: list[dict[str, Any]] = [
     *({"spec": digest} for digest in ("0f" * 31, "../" + "a" * 61)),
     *({"objective": text} for text in ("x" * 65, "\x1b[31mred")),
     *({"replicas": count} for count in (0, 65)),
-    *({"zero_stage": stage} for stage in (-1, 3)),
+    *({"zero_stage": stage} for stage in (-1, 4)),
     {"max_tokens": -1},
     {"data": "x" * 65},
 ]

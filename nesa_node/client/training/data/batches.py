@@ -40,16 +40,22 @@ class MicroBatchData:
     ids_RL: Tensor
     """int64, on the CPU."""
     labels_RL: Tensor
-    """int64, on the CPU, not shifted: what position i - 1 predicts. `IGNORED` also for padding and
-    for the first token of each text, which nothing of its own text predicts."""
+    """int64, on the CPU, not shifted: what position i - 1 predicts. `IGNORED` also for padding, and
+    for the first token of each text, which nothing of its own text predicts but virtual tokens."""
     text_lengths: tuple[tuple[int, ...], ...]
     """For each row the lengths of its texts, one after the other from the row's beginning."""
     num_targets: int
     """Labels that are not ignored."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _VirtualTokens:
+    num_virtual_tokens: int = 0
+    """That a session puts before each text: they take room, and predict its first token."""
+
+
 @dataclass(frozen=True, slots=True)
-class PackedLayout:
+class PackedLayout(_VirtualTokens):
     """A micro-batch is one row of whole texts, of at most `max_tokens` tokens together.
 
     Texts are packed once, in an order drawn from the seed, each into the first row with room among
@@ -57,8 +63,6 @@ class PackedLayout:
     """
 
     max_tokens: int
-    num_virtual_tokens: int = 0
-    """That a session puts before each text: there is room for them in a row."""
 
     def __post_init__(self) -> None:
         """Raises `ConfigError`."""
@@ -69,7 +73,7 @@ class PackedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class PaddedLayout:
+class PaddedLayout(_VirtualTokens):
     """A micro-batch is `rows` texts, one in each row, padded at the right to the longest."""
 
     rows: int
@@ -185,7 +189,8 @@ class BatchOrder:
                 end = start + len(example)
                 ids_RL[number, start:end] = torch.from_numpy(example.ids)
                 labels_RL[number, start:end] = torch.from_numpy(example.labels)
-                labels_RL[number, start] = IGNORED
+                if not self._layout.num_virtual_tokens:
+                    labels_RL[number, start] = IGNORED
                 start = end
         num_targets = int((labels_RL != IGNORED).sum())
         return MicroBatchData(ids_RL, labels_RL, text_lengths, num_targets)

@@ -127,10 +127,24 @@ def test_virtual_tokens_stand_before_each_text_and_are_no_targets(
 def test_packed_rows_have_room_for_virtual_tokens(
     lengths: list[int], seed: int, count: int, room: int
 ) -> None:
-    layout = PackedLayout(MAX_TOKENS + count + room, count)
+    layout = PackedLayout(MAX_TOKENS + count + room, num_virtual_tokens=count)
     order = BatchOrder(make_examples(lengths), layout, seed=seed, micro_batches_per_step=99)
     for batch in order.step(0):
         assert add_virtual_tokens(batch, count).ids_RL.numel() <= layout.max_tokens
+
+
+@given(lengths=LENGTHS, seed=SEEDS, packed=st.booleans())
+def test_virtual_tokens_predict_the_first_token(
+    lengths: list[int], seed: int, packed: bool
+) -> None:
+    examples = make_examples(lengths)
+    layout: Layout = PaddedLayout(2, num_virtual_tokens=3)
+    if packed:
+        layout = PackedLayout(MAX_TOKENS + 3, num_virtual_tokens=3)
+    order = BatchOrder(examples, layout, seed=seed, micro_batches_per_step=99)
+    found = [text for batch in order.step(0) for text in read_texts(batch)]
+    wanted = [(each.ids.tolist(), each.labels.tolist()) for each in examples]
+    assert sorted(found) == sorted(wanted)
 
 
 def test_virtual_tokens_are_seen_in_rows_with_padding() -> None:
