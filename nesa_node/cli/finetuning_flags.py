@@ -225,6 +225,14 @@ class TrainingFlags:
             "gradients. More saves traffic, and trains differently.",
         ),
     ] = 1
+    tensorboard: Annotated[
+        bool,
+        Parameter(
+            group=TRAINING,
+            negative=(),
+            help="Also write event files for TensorBoard, to the folder tensorboard in --output.",
+        ),
+    ] = False
     checkpoint_every: Annotated[
         int,
         Parameter(

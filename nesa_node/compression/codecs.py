@@ -158,6 +158,14 @@ def candidate_codecs(quality: str, decodes: Collection[str]) -> tuple[str, ...]:
     )
 
 
+def gradient_codec(quality: str, decodes: Collection[str]) -> str:
+    """In which codec gradients of parameters are sent: the session's quality, if that is a codec.
+
+    Floors leave them uncompressed. `decodes` is as for `candidate_codecs`.
+    """
+    return UNCOMPRESSED if quality in FLOORS else candidate_codecs(quality, decodes)[0]
+
+
 def _can_encode(codec: str) -> bool:
     """Whether this process can encode `codec`: `blockwise8` needs bitsandbytes."""
     return not codec.startswith("blockwise8") or is_installed("bitsandbytes")

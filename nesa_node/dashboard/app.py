@@ -25,6 +25,7 @@ from nesa_node.dashboard.observer import (
     SwarmObserver,
 )
 from nesa_node.dashboard.state import DashboardState
+from nesa_node.dashboard.training_curves import TrainingCurves
 from nesa_node.swarm.node import Swarm
 
 STATIC_FOLDER = Path(__file__).parent / "static"
@@ -96,14 +97,16 @@ _JSON_TYPE = "application/json"
 class Dashboard:
     """Dashboard of one swarm: serve its `routes`, within the context of `watch_swarm`.
 
-    `activity` is that of this process's sessions. With `playground` the page has a prompt form,
-    which posts to `/v1/chat/completions` of the same origin.
+    `activity` is that of this process's sessions, `curves` are of trainings on this machine. With
+    `playground` the page has a prompt form, which posts to `/v1/chat/completions` of the same
+    origin.
     """
 
     def __init__(
         self,
         *,
         activity: Activity | None = None,
+        curves: TrainingCurves | None = None,
         playground: bool = False,
         poll_interval_s: float = POLL_INTERVAL_S,
         max_viewers: int = MAX_VIEWERS,
@@ -112,6 +115,7 @@ class Dashboard:
         self.state = DashboardState(playground=playground, poll_interval_s=poll_interval_s)
         self.feed = StateFeed(self.state.sections, max_viewers=max_viewers)
         self._activity = activity
+        self._curves = curves
         self._poll_interval_s = poll_interval_s
         self._assets = load_static_files()
 
@@ -127,6 +131,7 @@ class Dashboard:
             self.feed,
             self.topologies,
             activity=self._activity,
+            curves=self._curves,
             poll_interval_s=self._poll_interval_s,
         )
         looking = asyncio.create_task(observer.run(), name="dashboard")

@@ -17,6 +17,7 @@ from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.dashboard.feed import StateFeed
 from nesa_node.dashboard.state import MAX_CHARTED_MODELS, DashboardState, summarize_links
+from nesa_node.dashboard.training_curves import TrainingCurves
 from nesa_node.dashboard.views import ModelSummary
 from nesa_node.server.orchestrator.history import History
 from nesa_node.server.orchestrator.planner import ChangeMonitor
@@ -148,6 +149,7 @@ class SwarmObserver:
         shapes: ModelTopologies,
         *,
         activity: Activity | None = None,
+        curves: TrainingCurves | None = None,
         poll_interval_s: float = POLL_INTERVAL_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -156,6 +158,7 @@ class SwarmObserver:
         self._feed = feed
         self._topologies = shapes
         self._activity = activity
+        self._curves = curves
         self._poll_interval_s = poll_interval_s
         self._clock = clock
         self._state_lock = asyncio.Lock()
@@ -168,6 +171,9 @@ class SwarmObserver:
             group.create_task(self._run_polls(), name="dashboard-look")
             group.create_task(self._run_pool_polls(), name="dashboard-pool")
             group.create_task(self._run_ticks(), name="dashboard-tick")
+            if self._curves is not None:
+                curves = self._run_training_polls(self._curves)
+                group.create_task(curves, name="dashboard-training")
             group.create_task(self._run_topology_updates(), name="dashboard-shape")
             group.create_task(self._run_pings(), name="dashboard-ping")
 
@@ -225,6 +231,17 @@ class SwarmObserver:
             except Exception:  # a bug: the page keeps what it knows of the pool
                 log.exception("pool_poll_failed")
             await asyncio.sleep(POOL_INTERVAL_S)
+
+    async def _run_training_polls(self, curves: TrainingCurves) -> None:
+        while True:
+            try:
+                found = await asyncio.to_thread(curves.read)
+                async with self._state_lock:
+                    self._state.update_trainings(found)
+                self._publish()
+            except Exception:  # a bug: the page keeps what it knows
+                log.exception("training_poll_failed")
+            await asyncio.sleep(self._poll_interval_s)
 
     async def _run_ticks(self) -> None:
         while True:

@@ -253,6 +253,10 @@ class DashboardState:
         self.sections.replace_entries("swarms", swarms)
         self.sections.replace_entries("machines", machines)
 
+    def update_trainings(self, trainings: dict[str, Any]) -> None:
+        """Update the loss curves of trainings on this machine (`TrainingCurves.read`)."""
+        self.sections.replace_entries("trainings", trainings)
+
     def report_placements(self, placements: Sequence[PlacementNotice], now: float) -> None:
         """Report placements that are new as events."""
         events = []

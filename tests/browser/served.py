@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nesa_node.client.model.activity import Activity
 from nesa_node.core.settings.addresses import HttpAddress
@@ -28,6 +28,11 @@ class Served:
         """As if the swarm held these at `now`."""
         self._run(lambda: self.dashboard.state.update_records(records, now))
         self.tick(now)
+
+    def train(self, trainings: dict[str, Any]) -> None:
+        """As if these trainings ran on this machine."""
+        self._run(lambda: self.dashboard.state.update_trainings(trainings))
+        self._run(self.dashboard.feed.publish)
 
     def tick(self, now: float, activity: Activity | None = None) -> None:
         self._run(lambda: self.dashboard.state.advance_time(now, activity))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from playwright.sync_api import expect
 
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chains import Hop
-from tests.browser.browsing import PHONE, WIDE, browsing
+from tests.browser.browsing import PHONE, WIDE, browsing, shoot
 from tests.browser.served import served
 from tests.dashboard.records import record
 from tests.dashboard.test_state import PLAYED, Scripted
@@ -40,6 +41,39 @@ def test_page_shows_nodes_as_they_come_and_go_and_their_names_as_text() -> None:
         expect(page.locator(".card.lost")).to_have_count(2)
         expect(page.locator("#blocks-words")).to_have_text("No node holds blocks 8:12")
         expect(page.locator("#events li").first).to_contain_text("have no holder")
+
+
+def test_loss_curves_of_trainings() -> None:
+    now = time.time()
+    steps = list(range(1, 41))
+    training = {
+        "name": HOSTILE,
+        "step": 40,
+        "loss": 1.25,
+        "learning_rate": 0.001,
+        "at": now - 3,
+        "steps": steps,
+        "losses": [4 - step / 15 for step in range(40)],
+        "eval_losses": [3.0 - step / 20 if step % 10 == 9 else None for step in range(40)],
+    }
+    with served() as server, browsing(server.url) as page:
+        panel = page.locator("#trainings")
+        server.look([record("peer-a", at=now)], now)
+        expect(page.locator(".card.serving")).to_have_count(1)
+        expect(panel).to_be_hidden()
+        server.train({"/tmp/out": training})
+        expect(panel.locator("h3")).to_have_text(HOSTILE)
+        expect(panel.locator(".note")).to_contain_text("step 40, loss 1.25, learning rate 0.001")
+        expect(panel.locator(".canvas")).to_have_attribute(
+            "aria-label", re.compile(r"Loss of .* loss 1.4, validation 1.05")
+        )
+        expect(panel.locator(".empty")).to_be_hidden()
+        panel.scroll_into_view_if_needed()
+        shoot(page, "fine-tuning")
+        server.train({"/tmp/out": {**training, "step": 41, "at": now}})
+        expect(panel.locator(".note")).to_contain_text("step 41")
+        server.train({})
+        expect(panel).to_be_hidden()
 
 
 @pytest.mark.slow

@@ -167,6 +167,31 @@ def test_owners_have_equal_parts() -> None:
         assert owners == assign_owners(dict(reversed(sizes.items())), count)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_of_adapters_travel_in_blockwise8(
+    stage: ZeroStage, folder: Path, tmp_path: Path
+) -> None:
+    losses = []
+    with in_process_swarm(folder, [*thirds(BLOCKS), *thirds(BLOCKS)], tmp_path) as addresses:
+        for quality in ("exact", "blockwise8"):
+            with (
+                AutoDistributedModelForCausalLM.from_pretrained(
+                    folder, initial_peers=addresses, dtype=torch.float32, quality=quality
+                ) as model,
+                model.finetuning_session(
+                    CONFIG, seed=SEED, options=options(replicas=2, zero_stage=stage)
+                ) as session,
+            ):
+                for group in session.chain._nodes.groups:
+                    codecs = {link.gradient_codec.partition("@")[0] for link in group.links}
+                    assert codecs == {"none" if quality == "exact" else "blockwise8"}
+                losses.append([session.step(make_batch(step % 2)).loss for step in range(STEPS)])
+    exact, lossy = losses
+    assert exact[-1] < exact[0]
+    assert lossy != exact
+    assert lossy == pytest.approx(exact, rel=0.01)
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_weights_themselves_are_trained(stage: ZeroStage, folder: Path, tmp_path: Path) -> None:
     model_alone = reference(folder).float().train()

@@ -198,12 +198,16 @@ def dashboard(*, flags: Flags["DashboardConfig"] | None = None) -> int:
         from nesa_node.cli.swarm_reader import open_reader
         from nesa_node.core.settings.addresses import HttpAddress
         from nesa_node.dashboard.app import Dashboard, make_app
+        from nesa_node.dashboard.training_curves import TrainingCurves
         from nesa_node.server.node.shutdown import Shutdown, stop_signals
         from nesa_node.swarm.p2p import tasks as event_loop
         from nesa_node.web.server import serve_authenticated
 
     async def serve() -> None:
-        page = Dashboard(poll_interval_s=config.look_every_s, max_viewers=config.max_viewers)
+        curves = TrainingCurves(config.trainings) if config.trainings else None
+        page = Dashboard(
+            curves=curves, poll_interval_s=config.look_every_s, max_viewers=config.max_viewers
+        )
         connections = config.max_viewers + _MAX_OTHER_CONNECTIONS
         address = HttpAddress.parse(config.listen)
         with stop_signals() as stopping:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
     from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
     from nesa_node.client.training.data.batches import BatchOrder, MicroBatchData
     from nesa_node.client.training.data.examples import TrainingExample
-    from nesa_node.client.training.finetuning import TrainingSummary
+    from nesa_node.client.training.finetuning import StepReport, TrainingSummary
     from nesa_node.core.settings.models import ClientConfig
     from nesa_node.engine.training.training_spec import AdapterConfig
 
 DEFAULT_LENGTH = 1024
+TENSORBOARD_NAME = "tensorboard"
 INITIAL_NAME = "initial-adapter"
 """Folder of a published adapter with which the training begins."""
 
@@ -51,13 +53,15 @@ def finetune(
         resolve_initial_peers,
         save_last_swarm,
     )
-    from nesa_node.cli.views.training import print_training_summary
+    from nesa_node.cli.views.training import print_training_summary, require_tensorboard
     from nesa_node.core.settings.models import ClientConfig
 
     config = load_command_config(ClientConfig, flags, model=model)
     chosen = data or DataFlags()
     require_model(config)
     require_training()
+    if training is not None and training.tensorboard:
+        require_tensorboard()
     if chosen.data is None:
         raise ConfigError(
             "--data is required: a .jsonl file with a record a line, such as "
@@ -70,6 +74,7 @@ def finetune(
     distributed, tokenizer = open_client_model(config)
     with exit_on_interrupt():
         from nesa_node.client.training.data.records import read_examples
+        from nesa_node.engine.training.adapters import FullConfig
     with distributed:
         path = tokenizer.name_or_path
         trained = _choose_adapter(adapter or AdapterFlags(), config, config.model, output, path)
@@ -89,10 +94,11 @@ def finetune(
             f"{found.num_skipped} skipped]",
             file=sys.stderr,
         )
+        is_full = isinstance(trained.adapter, FullConfig)
         run = _Run(distributed, output, chosen, trained, training or TrainingFlags())
         summary = run.train(found.examples, validation)
         save_last_swarm(config, config.model)
-    print_training_summary(summary, output)
+    print_training_summary(summary, output, is_model=is_full)
     return 0
 
 
@@ -183,7 +189,7 @@ class _Run:
         validation: tuple[TrainingExample, ...] | None,
     ) -> TrainingSummary:
         """Train, and write the adapter. Raises `ConfigError`, and what the session raises."""
-        from nesa_node.cli.views.training import TrainingDisplay
+        from nesa_node.cli.views.training import TensorBoardLog, TrainingDisplay
         from nesa_node.client.training.checkpoint_file import dump_json, write_atomically
         from nesa_node.client.training.data.batches import split_validation
         from nesa_node.client.training.finetuning import (
@@ -228,9 +234,20 @@ class _Run:
             hops = ", ".join(f"…{hop.peer_id[-6:]} {hop.span}" for hop in session.hops)
             resumed = f"continued after step {session.applied}, " if session.applied else ""
             print(f"[{resumed}{plan.steps} steps, through {hops}]", file=sys.stderr)
-            with TrainingDisplay(plan.steps, session.applied) as display:
+            with ExitStack() as stack:
+                display = stack.enter_context(TrainingDisplay(plan.steps, session.applied))
+                board = None
+                if training.tensorboard:
+                    folder = self._output / TENSORBOARD_NAME
+                    board = stack.enter_context(TensorBoardLog(folder, session.applied))
+
+                def report(told: StepReport) -> None:
+                    display.show(told)
+                    if board is not None:
+                        board.write(told)
+
                 summary = run_training(
-                    session, order, plan, validation=checks, log=log, report=display.show
+                    session, order, plan, validation=checks, log=log, report=report
                 )
             session.save_pretrained(self._output)
         figures = {"loss": summary.loss, "eval_loss": summary.eval_loss, "steps": summary.steps}

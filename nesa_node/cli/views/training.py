@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nesa_node.core.errors import ConfigError, is_installed
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -69,7 +71,49 @@ class TrainingDisplay:
         )
 
 
-def print_training_summary(summary: TrainingSummary, output: Path) -> None:
+class TensorBoardLog:
+    """Event files for TensorBoard, with a point for each step."""
+
+    def __init__(self, folder: Path, applied: int) -> None:
+        """Points after step `applied` of an earlier run, which are made again, are dropped.
+
+        Raises `ConfigError` if tensorboardX is not installed.
+        """
+        require_tensorboard()
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=applied + 1)
+
+    def __enter__(self) -> TensorBoardLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+
+    def write(self, report: StepReport) -> None:
+        result = report.result
+        values = {
+            "loss": result.loss,
+            "gradient_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "tokens_per_s": report.tokens_per_s,
+        }
+        if report.eval_loss is not None:
+            values["validation_loss"] = report.eval_loss
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, result.step)
+
+
+def require_tensorboard() -> None:
+    """Raise `ConfigError` that says what to install for `TensorBoardLog`."""
+    if not is_installed("tensorboardX"):
+        raise ConfigError(
+            "--tensorboard needs tensorboardX: pip install 'nesa-node[tensorboard]', or "
+            "'.[tensorboard]' in a clone"
+        )
+
+
+def print_training_summary(summary: TrainingSummary, output: Path, *, is_model: bool) -> None:
     ended = "stopped early" if summary.stopped_early else "done"
     check = "" if summary.eval_loss is None else f", validation loss {summary.eval_loss:.4f}"
     rate = summary.tokens / summary.seconds if summary.seconds else 0.0
@@ -79,4 +123,7 @@ def print_training_summary(summary: TrainingSummary, output: Path) -> None:
         f"{summary.recoveries} times a node was replaced]",
         file=sys.stderr,
     )
-    print(f"adapter in {output} (load it with peft.PeftModel.from_pretrained)")
+    if is_model:
+        print(f"model in {output} (serve it with nesa-node run {output})")
+    else:
+        print(f"adapter in {output} (load it with peft.PeftModel.from_pretrained)")

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from nesa_node.client.training.training_link import TrainingLink
 from nesa_node.client.training.training_span import MicroBatchPass, SpanState, gather_all
+from nesa_node.compression.codecs import UNCOMPRESSED
+from nesa_node.compression.error_feedback import FeedbackEncoder
 from nesa_node.core.errors import ConfigError, PeerUnreachableError, ProtocolError
 from nesa_node.core.ids import PeerId
 from nesa_node.engine.training.training_state import ADAPTER, Partition, ZeroStage
@@ -94,6 +96,9 @@ class ReplicaGroup:
             Partition(zero_stage, rank, len(links)).select(sizes) for rank in range(len(links))
         ]
         """Parameters that each node updates."""
+        codecs = {link.gradient_codec for link in links}
+        self._feedback = FeedbackEncoder(codecs.pop() if len(codecs) == 1 else UNCOMPRESSED)
+        """Of sums of gradients."""
         self._loans: set[asyncio.Task[None]] = set()
         if self._is_divided:
             for link in links:
@@ -106,6 +111,7 @@ class ReplicaGroup:
         return self.links[0].hop
 
     async def begin(self, step: int) -> None:
+        self._feedback.discard()
         await gather_all([link.begin(step) for link in self.links])
 
     async def forward(
@@ -141,8 +147,10 @@ class ReplicaGroup:
             counts, scale = self._count_micro_batches(micro_batches), scale * self.lanes
         elif len(self.links) > 1:
             sums, self._sums = self._sums, {}
+            self._feedback.discard()  # a repeated call encodes again
+            encoded = {name: self._feedback.encode(name, value) for name, value in sums.items()}
             await gather_all(
-                [link.reduce(step, self._select(sums, rank)) for rank, link in self._ranked]
+                [link.reduce(step, self._select(encoded, rank)) for rank, link in self._ranked]
             )
         await gather_all(
             [
@@ -150,6 +158,7 @@ class ReplicaGroup:
                 for link, count in zip(self.links, counts, strict=True)
             ]
         )
+        self._feedback.commit()
         if self.is_partitioned and not self._is_divided:
             await self._share_updates(step + 1)
         if self._average_every > 1 and (step + 1) % self._average_every == 0:
@@ -217,6 +226,7 @@ class ReplicaGroup:
         return SpanState(applied, found)
 
     async def restore(self, state: SpanState) -> None:
+        self._feedback.reset()
         await gather_all(
             [
                 link.restore(SpanState(state.applied, self._select_state(state.tensors, rank)))
@@ -252,7 +262,7 @@ class ReplicaGroup:
         number, lane = divmod(batch.number, self.lanes)
         return self.links[lane], replace(batch, number=number)
 
-    def _select(self, parameters: Mapping[str, Tensor], rank: int) -> Mapping[str, Tensor]:
+    def _select(self, parameters: Mapping[str, T], rank: int) -> Mapping[str, T]:
         """What the node of `rank` updates."""
         owned = self._owned[rank]
         return {

@@ -19,7 +19,7 @@ from nesa_node.client.training.announced_plan import AnnouncedPlan
 from nesa_node.client.training.training_questions import Payload, TrainingQuestions
 from nesa_node.client.training.training_span import MicroBatchPass, SpanState
 from nesa_node.compression import tensors
-from nesa_node.compression.codecs import EXACT, codec_names
+from nesa_node.compression.codecs import EXACT, codec_names, gradient_codec
 from nesa_node.compression.tensors import HiddenStates, TensorMeta
 from nesa_node.core.errors import (
     BusyError,
@@ -79,6 +79,7 @@ from nesa_node.swarm.protocol.training_messages import (
 )
 
 log = get_logger(__name__)
+_Encoded = Mapping[str, tuple[TensorMeta, Payload]]
 
 OPEN_TIMEOUT_S = 60.0
 """A node builds the adapters of its span before it answers."""
@@ -199,6 +200,7 @@ class TrainingLink:
                 answer, _ = await self._stream.receive()
             if isinstance(answer, TrainOpened):
                 self._wire = LinkEncoder(self._quality, answer.codecs, self._speed)
+                self._questions.gradient_codec = gradient_codec(self._quality, answer.codecs)
                 states = HiddenStatesSpec(self._hidden_size, request.dtype, self._limits.max_tokens)
                 await self._wire.prepare(self._stream, states)
                 return
@@ -260,8 +262,13 @@ class TrainingLink:
         message = TrainCollect(step=step, micro_batches=micro_batches)
         return (await self._questions.ask(message, TrainGradients, (step,))).tensors
 
-    async def reduce(self, step: int, grads: Mapping[str, Tensor]) -> None:
-        """Give the node the sums of all replicas' gradients that it is to apply."""
+    @property
+    def gradient_codec(self) -> str:
+        """What gradients of adapters may be encoded in."""
+        return self._questions.gradient_codec
+
+    async def reduce(self, step: int, grads: _Encoded) -> None:
+        """Give the node the sums of all replicas' gradients that it is to apply, encoded."""
         head = TrainGradients(step=step, tensors=len(grads))
         await self._send_tensors(head, grads, TrainReduced, step)
 
@@ -283,7 +290,7 @@ class TrainingLink:
     async def set_parameters(self, applied: int, values: Mapping[str, Tensor]) -> None:
         """Give the node parameters that other nodes have updated."""
         head = TrainParameters(applied=applied, tensors=len(values))
-        await self._send_tensors(head, values, TrainRestored, applied)
+        await self._send_tensors(head, _encode(values), TrainRestored, applied)
 
     async def borrow(self, block: int) -> Mapping[str, Tensor]:
         """The node's parameters of a block, also while it computes."""
@@ -292,7 +299,7 @@ class TrainingLink:
     async def lend(self, block: int, values: Mapping[str, Tensor]) -> None:
         """Give the node the parameters of a block that a pass waits for."""
         head = TrainLent(block=block, tensors=len(values))
-        await self._questions.tell([(head, b""), *_encode_tensors(values)])
+        await self._questions.tell([(head, b""), *_name_tensors(_encode(values))])
 
     def abandon(self, reason: str) -> None:
         """Leave the node for another one's failure."""
@@ -310,13 +317,13 @@ class TrainingLink:
         digest = await asyncio.to_thread(hash_state, state.tensors)
         head = TrainState(applied=state.applied, tensors=len(state.tensors), digest=digest)
         self.applied = None
-        await self._send_tensors(head, state.tensors, TrainRestored, state.applied)
+        await self._send_tensors(head, _encode(state.tensors), TrainRestored, state.applied)
         self.applied = state.applied
 
     async def _send_tensors(
-        self, head: Message, values: Mapping[str, Tensor], answer: type[Message], about: int
+        self, head: Message, encoded: _Encoded, answer: type[Message], about: int
     ) -> None:
-        parts = [(head, b""), *_encode_tensors(values)]
+        parts = [(head, b""), *_name_tensors(encoded)]
         expected = await self._questions.send(parts, answer, (about,))
         await self._questions.wait(expected, answer)
 
@@ -353,9 +360,12 @@ class TrainingLink:
         return values_TD.to(torch.float32) if values_TD.dtype == torch.float16 else values_TD
 
 
-def _encode_tensors(values: Mapping[str, Tensor]) -> Iterator[tuple[Message, Payload]]:
-    for name, value in values.items():
-        meta, payload = tensors.encode(value)
+def _encode(values: Mapping[str, Tensor]) -> _Encoded:
+    return {name: tensors.encode(value) for name, value in values.items()}
+
+
+def _name_tensors(encoded: _Encoded) -> Iterator[tuple[Message, Payload]]:
+    for name, (meta, payload) in encoded.items():
         yield TrainTensor(name=name, tensor=meta), payload
 
 

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from nesa_node.compression.codecs import UNCOMPRESSED
 from nesa_node.core.errors import (
     PeerUnreachableError,
     ProtocolError,
@@ -116,6 +117,8 @@ class TrainingQuestions:
         """Whether the node has announced that it leaves."""
         self.hands_over = False
         """Whether gradients of adapters come with those of micro-batches."""
+        self.gradient_codec = UNCOMPRESSED
+        """What gradients of adapters may be encoded in."""
         self.handed_over: dict[str, Tensor] = {}
         """Sums of the gradients of adapters that came with those of this step's micro-batches."""
         self._stream = stream
@@ -125,7 +128,7 @@ class TrainingQuestions:
         self._quality = quality
         self._silence_limit_s = silence_limit_s
         self._max_bytes = max_bytes
-        self._arriving = self._new_arriving()
+        self._arriving: StateTensors | None = None
         """Gradients of adapters of the micro-batch whose backward is to be answered next."""
         self._on_arrival = on_arrival
         self._on_need = on_need
@@ -323,21 +326,26 @@ class TrainingQuestions:
         is_asked = self._expected and self._expected[0].answer is TrainGradient
         if not (is_asked and self.hands_over):
             raise RemoteError("unexpected", f"{self.peer} sent a tensor without a question")
+        if self._arriving is None:
+            self._arriving = self._new_arriving()
         self._arriving.add(message.name, message.tensor, payload)
 
     def _add_handed_over(self) -> None:
-        found, self._arriving = self._arriving.found, self._new_arriving()
+        found = {} if self._arriving is None else self._arriving.found
+        self._arriving = None
         self._shapes.check_values(found)
         for name, grad in found.items():
             before = self.handed_over.get(name)
             self.handed_over[name] = grad if before is None else before + grad
 
     def _new_arriving(self) -> StateTensors:
-        return StateTensors(self._shapes, self._shapes.max_tensors, self._max_bytes)
+        most = self._shapes.max_tensors
+        return StateTensors(self._shapes, most, self._max_bytes, self.gradient_codec)
 
     async def _receive_tensors(self, head: _WithTensors) -> Mapping[str, Tensor]:
         shapes = self._held if isinstance(head, TrainState) else self._shapes
-        arrived = StateTensors(shapes, head.tensors, self._max_bytes)
+        codec = self.gradient_codec if isinstance(head, TrainGradients) else UNCOMPRESSED
+        arrived = StateTensors(shapes, head.tensors, self._max_bytes, codec)
         while not arrived.is_complete:
             message, payload = await self._receive_answer()
             if not isinstance(message, TrainTensor):

@@ -207,6 +207,9 @@ PublicName = Annotated[
     ValueFormat("NAME", "1 to 64 printable characters"),
 ]
 FilePath = Annotated[Path, _parsed_by(user_path), ValueFormat("PATH", "a path")]
+FolderPaths = Annotated[
+    tuple[Annotated[Path, _parsed_by(user_path)], ...], _LIST, ValueFormat("FOLDER")
+]
 Secret = Annotated[SecretStr, _parsed_by(_read_secret), ValueFormat("SECRET")]
 ApiKeyText = Annotated[Secret, AfterValidator(_check_api_key)]
 

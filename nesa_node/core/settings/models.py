@@ -43,6 +43,7 @@ from nesa_node.core.settings.declaration import (
     DeviceName,
     FamilyNames,
     FilePath,
+    FolderPaths,
     Gibibytes,
     HostNames,
     Hours,
@@ -258,6 +259,11 @@ class DashboardConfig(AccessConfig):
     look_every_s: Seconds = setting(2.5, "Output", "Seconds between two queries of the swarm.")
     max_viewers: Annotated[PositiveInt, Field(le=1000)] = setting(
         16, "Limits", "Most pages open at once."
+    )
+    trainings: FolderPaths = setting(
+        (),
+        "Output",
+        "Output folder of a `nesa-node finetune`: show its loss curve; may be repeated.",
     )
 
 

@@ -10,6 +10,7 @@ import { Playground } from "./playground.js";
 import { colourOf, showLinks, showLinksOf, showNodes, showPool, showSessions } from "./tables.js";
 import { watchTheme } from "./theme.js";
 import { LEAST_SHAPED, Topology } from "./topology.js";
+import { Trainings } from "./trainings.js";
 import { bytes, coverage, duration, el, named, number, percent, setText, span } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
@@ -38,6 +39,8 @@ const latencies = new Chart($("chart-latency"), "Latency in milliseconds", [
   { label: "round trip", shade: "muted", dash: [2, 3] },
 ]);
 
+const trainings = new Trainings($("trainings"), $("trainings-list"));
+
 const live = new Live({ changed: () => soon(), status: showStatus });
 
 $("zoom-in").addEventListener("click", () => graph.zoom(ZOOM.step));
@@ -59,6 +62,7 @@ watchTheme($("theme"), () => {
   graph.restyle();
   rates.restyle();
   latencies.restyle();
+  trainings.restyle();
   topology.restyle();
 });
 setInterval(soon, 1000);
@@ -106,6 +110,7 @@ function show() {
   showDetails(nodes, links, now);
   events.show(live.get("events"));
   showCharts(model);
+  trainings.show(live.get("trainings"), now);
   $("playground").hidden = !about.get("playground");
   playground.update(() => ({ id, name: model?.name }), () => live.now());
   playground.showChain(sessions, live.get("nodes"), now);

@@ -1,4 +1,4 @@
-// Line charts over time, drawn by uPlot in the theme's colours.
+// Line charts over time, or over steps, drawn by uPlot in the theme's colours.
 
 import uPlot from "./vendor/uplot/uPlot.esm.js";
 import { colour } from "./theme.js";
@@ -14,9 +14,10 @@ function timeOf(at, apart) {
 }
 
 export class Chart {
-  // `lines`: [{label, shade, dash, step}]; `title` is the label for screen readers.
-  constructor(box, title, lines) {
-    Object.assign(this, { box, title, lines });
+  // `lines`: [{label, shade, dash, points}]; `title` is the label for screen readers. `steps`: the
+  // axis has plain numbers in place of times.
+  constructor(box, title, lines, { steps = false } = {}) {
+    Object.assign(this, { box, title, lines, steps });
     this.data = [[], ...lines.map(() => [])];
     this.values = lines.map(() => el("b"));
     this.legend = el("p.legend");
@@ -60,9 +61,9 @@ export class Chart {
         padding: [null, 24, null, null],
         legend: { show: false },
         cursor: { y: false, drag: { x: false, y: false }, points: { size: 6 } },
-        scales: { x: { time: true }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
+        scales: { x: { time: !this.steps }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.15 : 1] } },
         axes: [
-          { ...axis, size: 30, space: 76, values: (_, times) => times.map((at) => timeOf(at, times[1] - times[0])) },
+          { ...axis, size: 30, space: 76, values: (_, places) => places.map((at) => (this.steps ? number(at, 6) : timeOf(at, places[1] - places[0]))) },
           { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => number(tick)) },
         ],
         series: [

@@ -106,12 +106,16 @@ class StateShapes:
     def max_tensor_bytes(self) -> int:
         return 4 * max((math.prod(shape) for shape in self._shapes.values()), default=0)
 
-    def check_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Raise `ProtocolError("bad_tensor")` for a name or shape that no such state has."""
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Raise `ProtocolError("bad_tensor")` for a name that no such state has."""
         expected = self._shapes.get(name)
         if expected is None:
             raise ProtocolError("bad_tensor", f"the state of another span or adapter: {name}")
-        if tuple(shape) != expected:
+        return expected
+
+    def check_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Raise `ProtocolError("bad_tensor")` for a name or shape that no such state has."""
+        if tuple(shape) != self.shape_of(name):
             raise ProtocolError("bad_tensor", f"{name} has shape {list(shape)}")
 
     def check_values(self, tensors: Mapping[str, Tensor]) -> None:
@@ -154,8 +158,13 @@ class StateShapes:
 class StateTensors:
     """Tensors of a state, or of parameters or gradients, that a peer sends one after the other."""
 
-    def __init__(self, shapes: StateShapes, count: int, max_bytes: int) -> None:
-        """Raises `ProtocolError("too_large")` for more tensors than a state has."""
+    def __init__(
+        self, shapes: StateShapes, count: int, max_bytes: int, codec: str = UNCOMPRESSED
+    ) -> None:
+        """`codec` is what they may be encoded in, as one row each, beside "none".
+
+        Raises `ProtocolError("too_large")` for more tensors than a state has.
+        """
         if count > shapes.max_tensors:
             raise ProtocolError(
                 "too_large",
@@ -165,6 +174,7 @@ class StateTensors:
         self._shapes = shapes
         self._count = count
         self._max_bytes = max_bytes
+        self._codec = codec
 
     @property
     def is_complete(self) -> bool:
@@ -172,7 +182,11 @@ class StateTensors:
 
     def add(self, name: str, meta: TensorMeta, payload: bytearray) -> None:
         """Decode one. Raises `ProtocolError("bad_tensor")`."""
-        self._shapes.check_shape(name, meta.shape)
-        if meta.codec != UNCOMPRESSED or name in self.found:
+        shape = self._shapes.shape_of(name)
+        if name in self.found or meta.codec not in (UNCOMPRESSED, self._codec):
             raise ProtocolError("bad_tensor", f"{name} is compressed, or comes twice")
-        self.found[name] = tensors.decode(meta, payload, max_bytes=self._max_bytes)
+        sent = shape if meta.codec == UNCOMPRESSED else (1, math.prod(shape))
+        if tuple(meta.shape) != sent:
+            raise ProtocolError("bad_tensor", f"{name} has shape {list(meta.shape)}")
+        value = tensors.decode(meta, payload, max_bytes=self._max_bytes)
+        self.found[name] = value.reshape(shape)

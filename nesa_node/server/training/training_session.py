@@ -14,6 +14,8 @@ from typing import TypeVar
 from torch import Tensor
 
 from nesa_node.compression import tensors
+from nesa_node.compression.codecs import UNCOMPRESSED, gradient_codec
+from nesa_node.compression.error_feedback import FeedbackEncoder
 from nesa_node.compression.tensors import HiddenStates, TensorMeta
 from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
@@ -115,6 +117,8 @@ class TrainingSession:
         self._borrowed: StateTensors | None = None
         """Those of them that have arrived, while they do."""
         self._sending = asyncio.Lock()
+        self._feedback = FeedbackEncoder(gradient_codec(opened.quality, opened.codecs))
+        """Of gradients of adapters."""
         self._active_at = time.monotonic()
         self._computing = False
         sizes = [value.numel() for value in trainer.blocks.parameters.values()]
@@ -249,6 +253,7 @@ class TrainingSession:
                 if message.plan != self._opened.plan:
                     raise ProtocolError("plan_mismatch", "the step is of another plan")
                 await self._run(partial(trainer.begin, message.step))
+                self._feedback.discard()
                 self._layouts.clear()
                 return [(TrainBegan(step=message.step, plan=message.plan), b"")]
             case TrainForward():
@@ -259,7 +264,7 @@ class TrainingSession:
                 collect = partial(trainer.collect, message.step, message.micro_batches)
                 found = await self._run(collect)
                 head = TrainGradients(step=message.step, tensors=len(found))
-                return [(head, b""), *_encode_state(found)]
+                return [(head, b""), *self._encode_gradients(found)]
             case TrainFetch():
                 found = await self._run(partial(trainer.export_updated, message.applied))
                 updated = TrainParameters(applied=message.applied, tensors=len(found))
@@ -280,13 +285,17 @@ class TrainingSession:
                     )
                 )
                 self._layouts.clear()
+                self._feedback.commit()
                 return [(TrainApplied(step=message.step), b"")]
             case TrainPull():
                 return await self._export()
             case TrainState() | TrainGradients() | TrainParameters():
                 self._incoming = None
                 arriving = StateTensors(
-                    trainer.state_shapes, message.tensors, self._max_tensor_bytes
+                    trainer.state_shapes,
+                    message.tensors,
+                    self._max_tensor_bytes,
+                    self._feedback.codec if isinstance(message, TrainGradients) else UNCOMPRESSED,
                 )
                 self._incoming = message, arriving
                 return await self._take_if_complete()
@@ -353,9 +362,17 @@ class TrainingSession:
                 await self._borrow(found)
                 continue
             if hand_over:
-                await self._send(_encode_state(await self._run(self._trainer.take_gradients)))
+                grads = await self._run(self._trainer.take_gradients)
+                await self._send(self._encode_gradients(grads))
             if found is not None:
                 return found
+
+    def _encode_gradients(self, grads: Mapping[str, Tensor]) -> list[_Answer]:
+        found: list[_Answer] = []
+        for name, value in grads.items():
+            meta, data = self._feedback.encode(name, value)
+            found.append((TrainTensor(name=name, tensor=meta), data))
+        return found
 
     async def _borrow(self, block: int) -> None:
         """Get the parameters of a block that other nodes have."""
@@ -427,6 +444,7 @@ class TrainingSession:
                     )
                 await self._run(partial(trainer.restore, head.applied, found))
                 self._layouts.clear()
+                self._feedback.reset()
                 return [(TrainRestored(applied=head.applied), b"")]
 
     async def _watch_idle(self, timeout_s: float) -> None:

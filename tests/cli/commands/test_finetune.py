@@ -79,6 +79,42 @@ def test_a_file_becomes_an_adapter_that_peft_loads(
     assert loaded.peft_config["default"].r == 8
 
 
+def test_the_weights_themselves_become_a_model(
+    model: Path, peer: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    flags = ("--method", "full", "--learning-rate", "1e-3", "--steps", "6", "--tensorboard")
+    assert finetune(model, peer, data, output, *flags) == 0
+    assert f"model in {output} (serve it with nesa-node run" in capsys.readouterr().out
+    entries = read_log(output)
+    assert entries[-1]["loss"] < entries[0]["loss"]
+    auto: Any = AutoModelForCausalLM
+    before = auto.from_pretrained(model, dtype=torch.float32).state_dict()
+    after = auto.from_pretrained(output).state_dict()
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if ".layers." in name}
+    assert AutoTokenizer.from_pretrained(output)("hello")["input_ids"]
+    points = read_events(output / "tensorboard")
+    assert points["loss"] == pytest.approx([entry["loss"] for entry in entries])
+    assert points["learning_rate"] == pytest.approx([each["learning_rate"] for each in entries])
+    assert len(points["validation_loss"]) == 2
+
+
+def read_events(folder: Path) -> dict[str, list[float]]:
+    """Values of all scalars, from the records of TensorBoard's event files."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found: dict[str, list[float]] = {}
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:  # length, its checksum, the event, its checksum
+            length = int.from_bytes(data[:8], "little")
+            for value in Event.FromString(data[12 : 12 + length]).summary.value:
+                found.setdefault(value.tag, []).append(value.simple_value)
+            data = data[16 + length :]
+    return found
+
+
 @pytest.mark.parametrize("packing", ["--packing", "--no-packing"])
 def test_a_shallow_prompt_begins_as_a_text(
     packing: str, model: Path, peer: str, data: Path, tmp_path: Path
