@@ -125,8 +125,8 @@ class Daemons:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of the first node: do not kill that one before the others have joined."""
-        return self.nodes[0].addresses
+        """Of the first node that runs."""
+        return next(node for node in self.nodes if node.process.poll() is None).addresses
 
     def start(self, span: Span, *flags: str) -> LocalNode:
         """Start a daemon and wait until it serves."""
