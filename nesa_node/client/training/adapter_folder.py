@@ -16,6 +16,7 @@ from torch import Tensor
 from nesa_node.client.training.checkpoint_file import dump_json, write_atomically
 from nesa_node.core.errors import ConfigError
 from nesa_node.engine.training.adapters import BottleneckConfig, DeepPromptConfig
+from nesa_node.engine.training.training_state import select_adapters
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
-_PREFIX = "adapter."
 _COMMON_FIELDS = ("peft_type", "base_model_name_or_path")
 
 
@@ -37,11 +37,7 @@ def save_adapter(
 
     Adapters that PEFT does not have get a config of this project's, with names alike.
     """
-    weights = {
-        name.removeprefix(_PREFIX): value.contiguous()
-        for name, value in state.items()
-        if name.startswith(_PREFIX)
-    }
+    weights = {name: value.contiguous() for name, value in select_adapters(state).items()}
     write_atomically(folder / WEIGHTS_NAME, save(weights, {"format": "pt"}))
     write_atomically(folder / CONFIG_NAME, dump_json(_describe(config, base_model)))
 

@@ -113,10 +113,9 @@ class FinetuningOptions:
             raise ConfigError("max_tokens and checkpoint_every must be at least 1")
         if self.max_kept_tokens is not None and self.max_kept_tokens < self.max_tokens:
             raise ConfigError("max_kept_tokens must be at least max_tokens")
-        self.replica_options  # noqa: B018  # checks them
+        self.make_replica_options()
 
-    @property
-    def replica_options(self) -> ReplicaOptions:
+    def make_replica_options(self) -> ReplicaOptions:
         """Raises `ConfigError`."""
         return ReplicaOptions(
             replicas=self.replicas, zero_stage=self.zero_stage, average_every=self.average_every
@@ -203,7 +202,7 @@ class FinetuningSession:
         )
         plan = options.make_plan(spec)
         self._held: HeldContext[TrainingChain] = loop.hold(
-            open_chain(limits, options.replica_options, plan, state or initial_state)
+            open_chain(limits, options.make_replica_options(), plan, state or initial_state)
         )
         self.chain = self._held.value
         self.model = TrainableModel(

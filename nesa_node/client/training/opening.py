@@ -28,7 +28,7 @@ from nesa_node.engine.training.adapters import FullConfig, OptimizerConfig
 from nesa_node.engine.training.prompted_input import PromptedInput, is_prompt_tuning
 from nesa_node.engine.training.span_trainer import SpanTrainer
 from nesa_node.engine.training.training_spec import TrainingSpec, make_spec
-from nesa_node.engine.training.training_state import ADAPTER
+from nesa_node.engine.training.training_state import ADAPTER, select_adapters
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.model_folder import write_model
 from nesa_node.engine.weights.skeleton import Skeleton
@@ -137,11 +137,7 @@ class TrainingOpener:
         if not isinstance(self.config, FullConfig):
             save_adapter(folder, self.config, state, base_model=self._checkpoint.name)
             return
-        blocks = {
-            name.removeprefix(ADAPTER): value
-            for name, value in state.items()
-            if name.startswith(ADAPTER)
-        }
+        blocks = select_adapters(state)
         write_model(folder, self._checkpoint, blocks, self.config.torch_dtype)
 
     def _require_fitting(self, values: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,6 @@ T tokens of a micro-batch's texts, D hidden.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
@@ -91,9 +90,8 @@ class ReplicaGroup:
         self._averaged_at = 0
         """Steps after which all nodes last had the same state."""
         self._seconds_by_peer = seconds_by_peer
-        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         self._owned = [
-            Partition(zero_stage, rank, len(links)).select(sizes) for rank in range(len(links))
+            Partition(zero_stage, rank, len(links)).select(shapes) for rank in range(len(links))
         ]
         """Parameters that each node updates."""
         codecs = {link.gradient_codec for link in links}
@@ -234,11 +232,6 @@ class ReplicaGroup:
             ]
         )
         self._averaged_at = state.applied
-
-    async def close(self) -> None:
-        for task in self._loans:
-            task.cancel()
-        await asyncio.gather(*(link.close() for link in self.links))
 
     def _begin_loan(self, link: TrainingLink, block: int) -> None:
         task = asyncio.create_task(self._lend(link, block))

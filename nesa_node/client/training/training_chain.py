@@ -140,8 +140,6 @@ class TrainingChain:
     async def close(self) -> None:
         """Leave all nodes."""
         await self._nodes.close()
-        for span in self._local:
-            await span.close()
 
     async def evaluate(self, batches: Sequence[tuple[TextLayout, int, Tensor]]) -> list[Tensor]:
         """Run micro-batches (layout, seed, input [T, D]) through all spans, without dropout."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -242,8 +241,7 @@ class TrainingNodes:
             parameters = select_blocks(self._shapes, hop.span)
             shapes = held = StateShapes(parameters, self._spec.optimizer)
             if partition.divides_parameters:
-                sizes = {name: math.prod(shape) for name, shape in parameters.items()}
-                owned = {name: parameters[name] for name in partition.select(sizes)}
+                owned = {name: parameters[name] for name in partition.select(parameters)}
                 held = StateShapes(owned, self._spec.optimizer)
             dialing = dial_training(
                 self._swarm, hop, addresses, self._request, shapes, held, self._limits

@@ -88,8 +88,6 @@ class TrainingSpan(Protocol):
         one of its nodes to the rest."""
         ...
 
-    async def close(self) -> None: ...
-
 
 class LocalTrainingSpan:
     """What the client trains itself, in its `worker`'s one thread: blocks, or the first input."""
@@ -154,9 +152,6 @@ class LocalTrainingSpan:
 
     async def synchronize(self, applied: int) -> bool:
         return self._trainer.applied == applied
-
-    async def close(self) -> None:
-        """Nothing to leave."""
 
     async def _run(self, job: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()

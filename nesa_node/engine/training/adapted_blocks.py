@@ -13,7 +13,7 @@ import copy
 import math
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
     from nesa_node.engine.training.training_spec import AdapterConfig
+
+    _Adapter = PeftConfig | BottleneckConfig | DeepPromptConfig
 
 _random_numbers = threading.Lock()
 """Held while numbers are drawn from a seed: all threads of a process share torch's generator."""
@@ -116,48 +118,58 @@ class AdaptedBlocks:
             if isinstance(child, nn.Dropout):  # of embeddings, which the client has
                 decoder._modules[name] = nn.Identity()
         layers = dict(enumerate(_layers(decoder, family), self.span.start))
+        if isinstance(config, FullConfig):
+            self._load_weights(skeleton, partition or Partition())
+        else:
+            self._put_adapters(skeleton, layers, served, config, seed)
+        skeleton.require_complete(decoder)
+        for local, index in enumerate(layers):
+            self._decoders[index] = slice_decoder(
+                decoder, family.layers_name, Span(local, local + 1)
+            )
+
+    def _load_weights(self, skeleton: Skeleton, partition: Partition) -> None:
+        """Read the weights to train, and leave those empty that other replicas have."""
+        self.shapes = _find_weight_shapes(skeleton, self.span)
+        owned = partition.select(self.shapes)
+        for name in skeleton.block_names(self.span):
+            skeleton.load([name], dtype=self.dtype, device=self.device, task="weights to train")
+            if name in self.shapes:
+                value = skeleton.model.get_parameter(name).requires_grad_(True)
+                self.parameters[name] = value
+                if partition.divides_parameters and name not in owned:
+                    value.data = value.data.new_empty(0)
+
+    def _put_adapters(
+        self,
+        skeleton: Skeleton,
+        layers: Mapping[int, nn.Module],
+        served: ModelBlocks,
+        config: _Adapter | None,
+        seed: int,
+    ) -> None:
+        """Make the adapters, and put the served weights beside them."""
         if isinstance(config, BottleneckConfig | DeepPromptConfig):
             for index in layers:
                 with initializing(_block_seed(seed, index)):
                     self._edges[index] = config.make_module(served.hidden_size).to(self.device)
-        elif config is not None and not isinstance(config, FullConfig):
+        elif config is not None:
             require_supported(config)
             for layer in layers.values():
                 _put_placeholders(layer, self.dtype, self.device)
             _inject(skeleton, config, seed)
-        if isinstance(config, FullConfig):
-            self._load_weights(skeleton, partition or Partition())
-        else:
-            for layer, parts in zip(layers.values(), served.split_layers(), strict=True):
-                for path, part in parts.items():
-                    _put(layer, path, part)
-        skeleton.require_complete(decoder)
-        for local, (index, layer) in enumerate(layers.items()):
-            self._decoders[index] = slice_decoder(
-                decoder, family.layers_name, Span(local, local + 1)
-            )
-            path, module = f"{family.layers_path}.{index}", layer
+        for layer, parts in zip(layers.values(), served.split_layers(), strict=True):
+            for path, part in parts.items():
+                _put(layer, path, part)
+        for index, layer in layers.items():
+            path, module = f"{skeleton.family.layers_path}.{index}", layer
             if edge := self._edges.get(index):
                 path, module = f"{path}.{edge.title}", edge
             for name, value in module.named_parameters():
-                if isinstance(config, FullConfig):
-                    self.parameters[f"{path}.{name}"] = value
-                elif value.requires_grad:
+                if value.requires_grad:
                     value.data = value.data.float()
                     self.parameters[_peft_name(path, name)] = value
                     self.shapes[_peft_name(path, name)] = tuple(value.shape)
-
-    def _load_weights(self, skeleton: Skeleton, partition: Partition) -> None:
-        """Read the weights to train, and leave those empty that other replicas have."""
-        names = skeleton.block_names(self.span)
-        self.shapes = _find_weight_shapes(skeleton, self.span)
-        owned = partition.select({name: math.prod(shape) for name, shape in self.shapes.items()})
-        for name in names:
-            skeleton.load([name], dtype=self.dtype, device=self.device, task="weights to train")
-            if name in self.shapes:
-                value = skeleton.model.get_parameter(name).requires_grad_(True)
-                if partition.divides_parameters and name not in owned:
-                    value.data = value.data.new_empty(0)
 
     @property
     def indexes(self) -> range:

@@ -134,9 +134,7 @@ class SpanTrainer:
         """None where the span has no adapters: it passes gradients on."""
         self.partition = partition or Partition()
         shapes = blocks.shapes
-        self._owned = self.partition.select(
-            {name: math.prod(shape) for name, shape in shapes.items()}
-        )
+        self._owned = self.partition.select(shapes)
         """Parameters that are updated here."""
         self.is_divided = self.partition.divides_parameters
         """Whether other trainers have a part of the parameters."""

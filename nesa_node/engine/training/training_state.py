@@ -39,6 +39,15 @@ def block_of(name: str) -> int:
     return next((int(part) for part in name.split(".") if part.isdigit()), _NO_BLOCK)
 
 
+def select_adapters(state: Mapping[str, V]) -> dict[str, V]:
+    """The parameters of a state, by their own names, without the optimizer's tensors."""
+    return {
+        name.removeprefix(ADAPTER): value
+        for name, value in state.items()
+        if name.startswith(ADAPTER)
+    }
+
+
 def select_blocks(state: Mapping[str, V], span: Span) -> dict[str, V]:
     """Tensors of a span's blocks. Those of no block belong to a span that has none."""
     blocks = range(span.start, span.end) or (_NO_BLOCK,)
@@ -69,10 +78,11 @@ class Partition:
     def divides_parameters(self) -> bool:
         return self.stage == 3 and self.count > 1
 
-    def select(self, sizes: Mapping[str, int]) -> frozenset[str]:
-        """Names of the parameters that this replica updates, of all and their sizes."""
+    def select(self, shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
+        """Names of the parameters that this replica updates, of all of a span's."""
         if not self.stage:
-            return frozenset(sizes)
+            return frozenset(shapes)
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         owners = assign_owners(sizes, self.count)
         return frozenset(name for name, owner in owners.items() if owner == self.rank)
 

@@ -19,7 +19,7 @@ from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks
 from nesa_node.engine.training.span_trainer import KeptRoom, SpanTrainer
 from nesa_node.engine.training.training_spec import TrainingSpec
-from nesa_node.engine.training.training_state import Partition, ZeroStage
+from nesa_node.engine.training.training_state import Partition
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.server.scheduler.batch import Executor
 from nesa_node.server.session.message_loop import Drain
@@ -39,7 +39,6 @@ from nesa_node.swarm.protocol.training_messages import TrainOpen, TrainOpened
 
 log = get_logger(__name__)
 
-STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 PLAN_READ_S = 5.0
 """Longest read of the DHT for what a client has announced. It signed what it sends, too."""
 
@@ -77,7 +76,7 @@ class TrainingServer:
             raise ProtocolError("not_trained", "this node has no PEFT (pip install peft)")
         try:
             spec = TrainingSpec.decode(opened.spec)
-            partition = _read_partition(opened)
+            partition = Partition(opened.zero_stage, opened.partition, opened.partitions)
         except ConfigError as error:
             raise ProtocolError("bad_spec", str(error)) from None
         if opened.max_tokens > opened.max_kept_tokens:
@@ -194,9 +193,3 @@ class TrainingServer:
             stream, HiddenStatesSpec(trainer.blocks.hidden_size, dtype, opened.max_tokens)
         )
         await session.run(drain=drain, idle_timeout_s=self._idle_timeout_s)
-
-
-def _read_partition(opened: TrainOpen) -> Partition:
-    """Raises `ConfigError`."""
-    stage: ZeroStage = STAGES[opened.zero_stage]
-    return Partition(stage, opened.partition, opened.partitions)

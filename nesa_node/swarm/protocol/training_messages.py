@@ -6,7 +6,7 @@ the tokens of all texts of a micro-batch, one text after the other, without padd
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -75,7 +75,7 @@ class TrainOpen(Message, frozen=True, tag="train_open"):
     """Lowest quality that hidden states and gradients may be compressed to."""
     codecs: Codecs = ()
     """Codecs that the client decodes beside "none"."""
-    zero_stage: Annotated[int, Meta(ge=0, le=3)] = 0
+    zero_stage: Literal[0, 1, 2, 3] = 0
     """What the nodes of a span divide: 1 the optimizer's state; 2 gradients too, which are sent
     with each micro-batch; 3 also the parameters."""
     partitions: Annotated[int, Meta(ge=1, le=MAX_PARTITIONS)] = 1
