@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +12,7 @@ from nesa_node.core.errors import MissingBlocksError
 from nesa_node.routing.chain_request import Chain, ChainProblem, Visit, step_time
 from nesa_node.routing.search.exact import exact_latency, merge_revisits, solve_latency
 from tests.routing.problems import (
+    count_calls,
     covered_problem,
     least_by_trying_everything,
     random_problem,
@@ -138,9 +138,8 @@ def test_nodes_without_distance_are_no_harder(nodes: int) -> None:
     """Where moving costs nothing the relaxed optimum returns all the time."""
     problem = covered_problem(np.random.default_rng(nodes), nodes, 80)
     problem.visit_s_N[:], problem.transfer_s_NN[:] = 0.0, 0.0
-    began = time.process_time()
     assert solve_latency(problem).gap == 0.0
-    assert time.process_time() - began < 0.5
+    assert count_calls(partial(solve_latency, problem)) < 1000 * problem.num_blocks
 
 
 def test_no_nodes_miss_everything_and_no_blocks_need_nobody() -> None:
@@ -185,11 +184,9 @@ def test_numbers_that_mean_nothing_are_refused(name: str, value: float) -> None:
         replace(problem, **{name: array})
 
 
-def test_thousand_nodes_take_less_than_fifty_milliseconds() -> None:
-    problem = random_problem(np.random.default_rng(1), 1000, 80, longest=40)
-    times_s = []
-    for _ in range(5):
-        began = time.process_time()
-        exact_latency(problem)
-        times_s.append(time.process_time() - began)
-    assert min(times_s) < 0.05
+def test_work_grows_with_blocks_not_with_nodes() -> None:
+    """Array operations over all nodes; `benchmarks routing` has the times."""
+    for nodes in (300, 1000):
+        problem = random_problem(np.random.default_rng(1), nodes, 80, longest=40)
+        problem.starts_N[0] = 0
+        assert count_calls(partial(exact_latency, problem)) < 1000 * problem.num_blocks
