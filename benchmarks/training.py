@@ -24,14 +24,14 @@ from nesa_node.core.settings.declaration import default_cache_dir
 from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
 from nesa_node.engine.training.adapters import OptimizerConfig
-from nesa_node.engine.training.span_trainer import Keep, SpanTrainer, finish
+from nesa_node.engine.training.kept_micro_batches import KEEPS, Keep
+from nesa_node.engine.training.span_trainer import SpanTrainer, finish
 from nesa_node.engine.weights.hub import open_checkpoint
 
 DEFAULTS = Options(model="50m", threads=(1,), runs=5, prompt_tokens=128, batches=(1, 8))
 QUICK = Options(model="tiny", threads=(1,), runs=1, prompt_tokens=8, batches=(1,))
 MICRO_BATCHES = 4
 SPANS = 3
-KINDS: tuple[Keep, ...] = ("input", "inputs", "activations")
 
 
 def run(options: Options) -> list[dict[str, Any]]:
@@ -57,9 +57,9 @@ def measure(folder: str, rows: int, options: Options) -> dict[str, Any]:
         for _ in range(MICRO_BATCHES)
     ]
     trainings = {"local": LocalTraining(folder, config, options).run_step}
-    for keep in KINDS:
+    for keep in KEEPS:
         trainings[keep] = CutTraining(folder, config, options, keep).run_step
-    seconds: dict[str, list[float]] = {name: [] for name in ("local", *KINDS)}
+    seconds: dict[str, list[float]] = {name: [] for name in ("local", *KEEPS)}
     for turn in range(options.runs + 1):
         for name, run_step in trainings.items():
             started = time.process_time()
@@ -71,7 +71,7 @@ def measure(folder: str, rows: int, options: Options) -> dict[str, Any]:
     return {
         "rows": rows,
         "tokens_per_cpu_s": per_s,
-        "ratio": {keep: per_s[keep] / per_s["local"] for keep in KINDS},
+        "ratio": {keep: per_s[keep] / per_s["local"] for keep in KEEPS},
         "runs": [seconds],
     }
 
@@ -143,14 +143,14 @@ def compute_loss(logits_RLV: Tensor, ids_RL: Tensor) -> Tensor:
 def show(rows: list[dict[str, Any]]) -> None:
     print_table(
         "Tokens per CPU second of LoRA training, in one process and through three spans",
-        "sequences|one\nprocess|" + "|".join(f"{keep} kept" for keep in KINDS),
+        "sequences|one\nprocess|" + "|".join(f"{keep} kept" for keep in KEEPS),
         [
             [
                 str(row["rows"]),
                 f"{row['tokens_per_cpu_s']['local']:.0f}",
                 *(
                     f"{row['tokens_per_cpu_s'][keep]:.0f} ({row['ratio'][keep]:.2f})"
-                    for keep in KINDS
+                    for keep in KEEPS
                 ),
             ]
             for row in rows

@@ -10,6 +10,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +349,9 @@ def test_texts_that_share_a_row_do_not_see_each_other(folder: Path, tmp_path: Pa
         assert together == pytest.approx(apart, rel=1e-5)
         with pytest.raises(ConfigError, match="all are -100"):
             session.step({"input_ids": batch["input_ids"], "labels": batch["labels"] * 0 - 100})
+        targets = replace(packed, labels_RL=packed.ids_RL)
+        with pytest.raises(ConfigError, match=r"first token of a text \(row 0, position 0\)"):
+            session.step([targets])
         with pytest.raises(ConfigError, match="at most 60"):
             session.step(
                 {"input_ids": torch.ones(1, 61).long(), "labels": torch.ones(1, 61).long()}

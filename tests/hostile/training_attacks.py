@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nesa_node.compression import tensors
 from nesa_node.core.ids import ModelId
-from nesa_node.engine.training.span_trainer import hash_state
+from nesa_node.engine.training.training_state import hash_state
 from nesa_node.swarm.dht.training_notices import SessionPlan, TrainingNotice
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.protocol.any_message import AnyMessage, encode_message

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nesa_node.client.training.training_span import SpanState
 from nesa_node.core.errors import ConfigError
-from nesa_node.engine.training.span_trainer import hash_state
+from nesa_node.engine.training.training_state import hash_state
 
 FORMAT = "nesa-node training checkpoint 1"
 

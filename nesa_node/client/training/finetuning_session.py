@@ -32,6 +32,7 @@ from nesa_node.client.training.data.batches import (
     MicroBatchData,
     add_virtual_tokens,
     prepend_virtual_tokens,
+    require_predicted,
     row_lengths,
     split_rows,
 )
@@ -44,10 +45,9 @@ from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_span import SpanState
 from nesa_node.core.errors import ConfigError
 from nesa_node.engine.training.prompted_input import PromptedInput
-from nesa_node.engine.training.span_trainer import hash_state
 from nesa_node.engine.training.text_layout import TextLayout
 from nesa_node.engine.training.training_spec import TrainingSpec
-from nesa_node.engine.training.training_state import ZeroStage
+from nesa_node.engine.training.training_state import ZeroStage, hash_state
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.dht.training_notices import SessionPlan
 
@@ -358,6 +358,9 @@ class FinetuningSession:
     ) -> list[MicroBatchData]:
         if isinstance(batch, Mapping):
             return self._split_rows(prepend_virtual_tokens(batch, self.num_virtual_tokens))
+        if not self.num_virtual_tokens:
+            for each in batch:
+                require_predicted(each)
         micro = [add_virtual_tokens(each, self.num_virtual_tokens) for each in batch]
         for each in micro:
             tokens = each.ids_RL.numel()

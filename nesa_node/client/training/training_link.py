@@ -30,8 +30,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId, SessionId
 from nesa_node.core.logging import get_logger
-from nesa_node.engine.training.span_trainer import hash_state
-from nesa_node.engine.training.training_state import Partition, StateShapes
+from nesa_node.engine.training.training_state import Partition, StateShapes, hash_state
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import membership_proof

@@ -22,8 +22,7 @@ from nesa_node.core.errors import (
     StreamClosedError,
 )
 from nesa_node.core.ids import PeerId
-from nesa_node.engine.training.span_trainer import hash_state
-from nesa_node.engine.training.training_state import StateShapes, StateTensors, block_of
+from nesa_node.engine.training.training_state import StateShapes, StateTensors, block_of, hash_state
 from nesa_node.swarm.p2p.tasks import wait_until_done
 from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.link_encoder import report_arrival

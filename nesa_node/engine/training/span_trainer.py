@@ -14,11 +14,9 @@ R sequences, L tokens of each, D hidden.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +25,12 @@ from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import Span
 from nesa_node.engine.training.adapted_blocks import MicroBatch
 from nesa_node.engine.training.adapters import OptimizerConfig
+from nesa_node.engine.training.kept_micro_batches import (
+    Keep,
+    KeptMicroBatch,
+    KeptMicroBatches,
+    KeptRoom,
+)
 from nesa_node.engine.training.training_state import (
     ADAPTER,
     STEP,
@@ -35,10 +39,6 @@ from nesa_node.engine.training.training_state import (
     block_of,
 )
 
-Keep = Literal["input", "inputs", "activations"]
-"""What is kept of a micro-batch: the span's input alone (its blocks run three times), the input of
-each block (twice), or all activations (once)."""
-KEEPS: tuple[Keep, ...] = get_args(Keep)
 MAX_NORM_EPS = 1e-6
 """Added to the norm of gradients, as torch's clipping does."""
 
@@ -57,32 +57,6 @@ def finish(running: BlockByBlock) -> Tensor:
         except StopIteration as ended:
             result: Tensor = ended.value
             return result
-
-
-@dataclass(frozen=True, slots=True)
-class KeptRoom:
-    """Memory for micro-batches between forward and backward: at least the inputs of all."""
-
-    nbytes: int
-    tokens: int
-    """Of all micro-batches that may be kept at once, at most."""
-    token_bytes: Mapping[Keep, int]
-    """What a token takes, by what is kept of its micro-batch."""
-
-
-@dataclass(slots=True)
-class _Kept:
-    """What a micro-batch's backward needs. Of each block its input and output, if they are kept."""
-
-    batch: MicroBatch
-    hidden_RLD: Tensor
-    keep: Keep
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return self.hidden_RLD.nbytes + sum(each.nbytes for each in self.inputs[1:])
 
 
 class TrainableSpan(Protocol):
@@ -123,8 +97,8 @@ class SpanTrainer:
     ) -> None:
         """`keep`: of each micro-batch between its forward and its backward, or the room for it.
 
-        Then as much is kept of a micro-batch as leaves room for the inputs of the rest. Activations
-        are not kept where parameters are divided. Without a `partition` all are updated here.
+        Activations are not kept where parameters are divided: they would hold the borrowed ones.
+        Without a `partition` all are updated here.
         """
         self.blocks = blocks
         self.applied = 0
@@ -145,8 +119,8 @@ class SpanTrainer:
         self.state_shapes = StateShapes(held, optimizer)
         """Of the state that `export` returns and `restore` takes."""
         self._release(self._parameters)
-        self._keep = keep
-        self._kept: dict[int, _Kept] = {}
+        most: Keep = "inputs" if self.is_divided else "activations"
+        self._kept = KeptMicroBatches(keep, most=most)
         self._attempt = 0
         self._num_backwards = 0
         self._is_reduced = False
@@ -157,7 +131,7 @@ class SpanTrainer:
     @property
     def kept_bytes(self) -> int:
         """Bytes of hidden states that are kept for backwards, without the blocks' activations."""
-        return sum(each.nbytes for each in self._kept.values())
+        return self._kept.nbytes
 
     @property
     def num_backwards(self) -> int:
@@ -178,22 +152,11 @@ class SpanTrainer:
             raise ProtocolError("stale_step", f"micro-batch {number} has gone backward already")
         _require_finite(hidden_RLD, f"hidden states of micro-batch {number}")
         hidden_RLD = hidden_RLD.detach().to(self.blocks.device, self.blocks.dtype)
-        kept = _Kept(batch, hidden_RLD, self._choose_keep(_count_tokens(hidden_RLD)))
+        rows, length = hidden_RLD.shape[:2]
+        kept = KeptMicroBatch(batch, hidden_RLD, self._kept.choose_keep(rows * length))
         output_RLD = yield from self._run_blocks(kept, keep=kept.keep)
         self._kept[number] = kept
         return output_RLD
-
-    def _choose_keep(self, tokens: int) -> Keep:
-        keeps = [keep for keep in KEEPS if keep != "activations" or not self.is_divided]
-        if not isinstance(self._keep, KeptRoom):
-            return self._keep if self._keep in keeps else keeps[-1]
-        room, left, later = self._keep, self._keep.nbytes, self._keep.tokens - tokens
-        for each in self._kept.values():
-            left -= _count_tokens(each.hidden_RLD) * room.token_bytes[each.keep]
-            later -= _count_tokens(each.hidden_RLD)
-        left -= max(later, 0) * room.token_bytes["input"]
-        fitting = [keep for keep in keeps if tokens * room.token_bytes[keep] <= left]
-        return fitting[-1] if fitting else "input"
 
     def evaluate(self, hidden_RLD: Tensor, batch: MicroBatch) -> BlockByBlock:
         """Return the span's output without dropout, and keep nothing."""
@@ -244,7 +207,7 @@ class SpanTrainer:
         self._num_backwards += 1
         return grad_RLD
 
-    def _run_blocks(self, kept: _Kept, *, keep: Keep) -> BlockByBlock:
+    def _run_blocks(self, kept: KeptMicroBatch, *, keep: Keep) -> BlockByBlock:
         hidden_RLD = kept.hidden_RLD
         for index in self.blocks.indexes:
             if keep == "activations":
@@ -470,24 +433,6 @@ def compute_clip_scale(squared_norms: list[float], max_norm: float | None) -> fl
     return min(1.0, max_norm / (math.sqrt(sum(squared_norms)) + MAX_NORM_EPS))
 
 
-def _count_tokens(hidden_RLD: Tensor) -> int:
-    return hidden_RLD.shape[0] * hidden_RLD.shape[1]
-
-
 def _require_finite(tensor: Tensor, what: str) -> None:
     if not bool(torch.isfinite(tensor).all()):
         raise ProtocolError("bad_tensor", f"{what}: not all numbers are finite")
-
-
-def hash_state(tensors: Mapping[str, Tensor]) -> bytes:
-    """SHA-256 over names, dtypes, shapes and values of a state as `SpanTrainer.export` returns it.
-
-    In order of names.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        value = tensors[name].detach().cpu().contiguous()
-        head = f"{name} {value.dtype} {list(value.shape)}\n".encode()
-        digest.update(head)
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.digest()

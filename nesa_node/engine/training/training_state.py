@@ -5,6 +5,7 @@ States come from peers: a node continues with one, and a client writes adapters 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,20 @@ def select_blocks(state: Mapping[str, V], span: Span) -> dict[str, V]:
     """Tensors of a span's blocks. Those of no block belong to a span that has none."""
     blocks = range(span.start, span.end) or (_NO_BLOCK,)
     return {name: value for name, value in state.items() if block_of(name) in blocks}
+
+
+def hash_state(tensors: Mapping[str, Tensor]) -> bytes:
+    """SHA-256 over names, dtypes, shapes and values of a state as `SpanTrainer.export` returns it.
+
+    In order of names.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        head = f"{name} {value.dtype} {list(value.shape)}\n".encode()
+        digest.update(head)
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)

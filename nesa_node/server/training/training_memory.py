@@ -14,7 +14,7 @@ from nesa_node.core.ids import PeerId
 from nesa_node.core.lru_table import LruTable
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.training.adapted_blocks import count_adapter_values
-from nesa_node.engine.training.span_trainer import Keep, KeptRoom
+from nesa_node.engine.training.kept_micro_batches import Keep, KeptRoom
 from nesa_node.engine.training.training_spec import TrainingSpec
 from nesa_node.engine.training.training_state import Partition
 

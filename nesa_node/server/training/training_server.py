@@ -17,7 +17,8 @@ from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks
-from nesa_node.engine.training.span_trainer import KeptRoom, SpanTrainer
+from nesa_node.engine.training.kept_micro_batches import KeptRoom
+from nesa_node.engine.training.span_trainer import SpanTrainer
 from nesa_node.engine.training.training_spec import TrainingSpec
 from nesa_node.engine.training.training_state import Partition
 from nesa_node.engine.weights.checkpoint import Checkpoint

@@ -19,9 +19,9 @@ from nesa_node.compression.error_feedback import FeedbackEncoder
 from nesa_node.compression.tensors import HiddenStates, TensorMeta
 from nesa_node.core.errors import FrameError, ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
-from nesa_node.engine.training.span_trainer import BlockByBlock, SpanTrainer, hash_state
+from nesa_node.engine.training.span_trainer import BlockByBlock, SpanTrainer
 from nesa_node.engine.training.text_layout import TextLayout
-from nesa_node.engine.training.training_state import StateTensors
+from nesa_node.engine.training.training_state import StateTensors, hash_state
 from nesa_node.server.scheduler.batch import Executor
 from nesa_node.server.session.message_loop import Drain
 from nesa_node.swarm.protocol.any_message import AnyMessage

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -268,6 +269,18 @@ def add_virtual_tokens(micro: MicroBatchData, count: int) -> MicroBatchData:
         tuple(tuple(count + length for length in row) for row in micro.text_lengths),
         micro.num_targets,
     )
+
+
+def require_predicted(micro: MicroBatchData) -> None:
+    """Raises `ConfigError` for a target that is a text's first token, before virtual tokens."""
+    for row, lengths in enumerate(micro.text_lengths):
+        for start in accumulate((0, *lengths[:-1])):
+            if int(micro.labels_RL[row, start]) != IGNORED:
+                raise ConfigError(
+                    f"the first token of a text (row {row}, position {start}) has a label, but "
+                    f"nothing predicts it: this session has no virtual tokens; label it {IGNORED}, "
+                    "or give the batches' layout num_virtual_tokens=0"
+                )
 
 
 def row_lengths(mask_RL: Tensor | None, ids_RL: Tensor) -> list[int]:

@@ -22,6 +22,7 @@ from nesa_node.client.training.data.batches import (
     PaddedLayout,
     add_virtual_tokens,
     prepend_virtual_tokens,
+    require_predicted,
     split_validation,
 )
 from nesa_node.client.training.data.examples import IGNORED, TrainingExample
@@ -145,6 +146,25 @@ def test_virtual_tokens_predict_the_first_token(
     found = [text for batch in order.step(0) for text in read_texts(batch)]
     wanted = [(each.ids.tolist(), each.labels.tolist()) for each in examples]
     assert sorted(found) == sorted(wanted)
+
+
+@given(lengths=LENGTHS, seed=SEEDS, packed=st.booleans())
+def test_a_first_token_is_no_target_without_virtual_tokens(
+    lengths: list[int], seed: int, packed: bool
+) -> None:
+    examples = make_examples(lengths)
+    layouts: list[Layout] = [PaddedLayout(2), PaddedLayout(2, num_virtual_tokens=3)]
+    if packed:
+        layouts = [PackedLayout(MAX_TOKENS + n, num_virtual_tokens=n) for n in (0, 3)]
+    without, with_them = (
+        BatchOrder(examples, layout, seed=seed, micro_batches_per_step=99).step(0)
+        for layout in layouts
+    )
+    for batch in without:
+        require_predicted(batch)
+    for batch in with_them:
+        with pytest.raises(ConfigError, match="nothing predicts it"):
+            require_predicted(batch)
 
 
 def test_virtual_tokens_are_seen_in_rows_with_padding() -> None:
