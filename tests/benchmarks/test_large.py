@@ -31,7 +31,7 @@ def test_all_nodes_as_candidates_come_near_the_exact_chain() -> None:
 
 
 def test_times_of_a_small_swarm_are_measured() -> None:
-    row = large.measure(400, seed=0)
+    row = large.measure(200, seed=0)
     assert {"fit", "prepare", "place_latency", "rebalance"} <= set(row["seconds"])
     assert 0 < row["chain_median_s"] <= row["chain_max_s"]
     assert 0 <= row["latency_gap"] < 1

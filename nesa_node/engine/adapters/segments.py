@@ -181,9 +181,8 @@ def _add_product(
     output_NO = output_TO[segment.tokens]  # a view of a slice, else a copy
     hidden_NR = torch.mm(input_TI[segment.tokens], low_rank.a_RI.t())
     for part in low_rank.parts:
-        rank, count = part.b_rO.shape
-        rows_NO = output_NO[:, part.start : part.start + count]
-        hidden_Nr = hidden_NR[:, part.first : part.first + rank]
+        rows_NO = output_NO[:, part.start : part.start + part.count]
+        hidden_Nr = hidden_NR[:, part.first : part.first + part.rank]
         rows_NO.addmm_(hidden_Nr, part.b_rO, alpha=part.scale)
     if not is_slice:
         output_TO[segment.tokens] = output_NO

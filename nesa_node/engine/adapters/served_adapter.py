@@ -25,7 +25,9 @@ from nesa_node.engine.kernels.low_rank import (
     PART_FIELDS,
     ROWS_AT_ONCE,
     LowRankFunctions,
+    from_blocks,
     load_low_rank,
+    to_blocks,
 )
 from nesa_node.engine.kernels.machine_code import allocate_in_huge_pages
 from nesa_node.engine.weights.files import read_tensor
@@ -103,12 +105,23 @@ class SpanLayout:
 class LowRankPart:
     """The matrix B of one of the model's layers, transposed, and where it reads and adds."""
 
-    b_rO: Tensor
+    b: Tensor
+    """[r * O] in blocks, where machine code reads it (`to_blocks`), else [r, O]."""
+    rank: int
     first: int
     """Of the rows of A."""
     scale: float
     start: int
     """Of the outputs."""
+
+    @property
+    def count(self) -> int:
+        return self.b.numel() // self.rank
+
+    @property
+    def b_rO(self) -> Tensor:
+        """A copy where it is stored in blocks."""
+        return from_blocks(self.b, self.rank) if self.b.ndim == 1 else self.b
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +159,7 @@ class ServedAdapter:
         """Indices in `layout.linears` of what is adapted in some block."""
         self.descriptors = self._describe()
         """Of all products, for machine code."""
-        kept = [part.b_rO for each in self.products if each is not None for part in each.parts]
+        kept = [part.b for each in self.products if each is not None for part in each.parts]
         kept += [
             t for each in self.products if each is not None for t in (each.a_RI, each.scales_R)
         ]
@@ -168,10 +181,11 @@ class ServedAdapter:
         source = folder
         found = _find_modules(source, layout)
         items = compute_adapter_bytes(source, layout, max_bytes=max_bytes) // layout.dtype.itemsize
-        layout.load_functions()  # compiled here, so that no iteration waits for it
+        # Compiled here, so that no iteration waits for it.
+        is_native = layout.load_functions() is not None
         arena = _Arena(items, layout)
         products = [
-            _load_product(source.folder, linear, found, block, arena)
+            _load_product(source.folder, linear, found, block, arena, in_blocks=is_native)
             for block, linear in product(range(layout.span.start, layout.span.end), layout.linears)
         ]
         return cls(layout, products)
@@ -195,8 +209,8 @@ class ServedAdapter:
                     len(each.parts),
                 ]
                 for part in each.parts:
-                    rank, count = part.b_rO.shape
-                    described += [part.b_rO.data_ptr(), part.first, rank, part.start, count]
+                    where = part.b.data_ptr()
+                    described += [where, part.first, part.rank, part.start, part.count]
                 start = number * width
                 fields[start : start + len(described)] = described
         return fields
@@ -268,7 +282,13 @@ def _adapted_layers(
 
 
 def _load_product(
-    folder: Path, linear: ServedLinear, found: Modules, block: int, arena: _Arena
+    folder: Path,
+    linear: ServedLinear,
+    found: Modules,
+    block: int,
+    arena: _Arena,
+    *,
+    in_blocks: bool,
 ) -> LowRankProduct | None:
     adapted = _adapted_layers(linear, found, block)
     if not adapted:
@@ -279,16 +299,17 @@ def _load_product(
     first = 0
     for layer, lora in adapted:
         end = first + lora.rank
-        b_rO = arena.take(lora.rank, layer.count)
+        b_rO = read_tensor(folder, lora.b).t().to(arena.dtype)
+        b = arena.take(*([b_rO.numel()] if in_blocks else b_rO.shape))
+        b.copy_(to_blocks(b_rO) if in_blocks else b_rO)
         a_RI[first:end].copy_(read_tensor(folder, lora.a))
-        b_rO.copy_(read_tensor(folder, lora.b).t())
         scales_R[first:end] = lora.scale
-        if not all(bool(each.isfinite().all()) for each in (a_RI[first:end], b_rO, scales_R)):
+        if not all(bool(each.isfinite().all()) for each in (a_RI[first:end], b, scales_R)):
             raise CorruptCheckpointError(
                 f"{folder}: {layer.name} of block {block} has values that are not finite in "
                 f"{str(arena.dtype).removeprefix('torch.')}"
             )
-        parts.append(LowRankPart(b_rO, first, lora.scale, layer.start))
+        parts.append(LowRankPart(b, lora.rank, first, lora.scale, layer.start))
         first = end
     a_RI[first:].zero_()
     return LowRankProduct(a_RI, scales_R, tuple(parts))

@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from nesa_node.engine.kernels.linear import DTYPE_NAMES
 from nesa_node.engine.kernels.machine_code import NativeFunction, compile_functions
 
-MAX_VECTOR_FLOATS = 16
-"""Floats in the widest vector register; sizes must be multiples of it."""
+BLOCK_OUTPUTS, SMALL_BLOCK_OUTPUTS = 64, 16
+"""Outputs of a block of B^T, and of those that hold what is left over: all sizes are multiples."""
 ROWS_AT_ONCE = 4
 """Rows of A that are multiplied at a time; their number is a multiple of it."""
 TABLE_FIELDS, SEGMENT_FIELDS, DESCRIPTOR_FIELDS, PART_FIELDS = 5, 3, 4, 5
@@ -40,8 +41,24 @@ def load_low_rank(
     """
     if device.type != "cpu" or dtype not in DTYPE_NAMES:
         return None
-    if any(size % MAX_VECTOR_FLOATS for size in sizes):
+    if any(size % SMALL_BLOCK_OUTPUTS for size in sizes):
         return None
     name = DTYPE_NAMES[dtype]
     functions = compile_functions(("lora_shrink", name), ("lora_expand", name))
     return None if functions is None else LowRankFunctions(*functions)
+
+
+def to_blocks(b_rO: Tensor) -> Tensor:
+    """Return B^T in the order in which machine code reads it, [r * O]."""
+    rank, count = b_rO.shape
+    whole = count - count % BLOCK_OUTPUTS
+    parts = (b_rO[:, :whole], BLOCK_OUTPUTS), (b_rO[:, whole:], SMALL_BLOCK_OUTPUTS)
+    return torch.cat([part.reshape(rank, -1, n).transpose(0, 1).flatten() for part, n in parts])
+
+
+def from_blocks(blocks: Tensor, rank: int) -> Tensor:
+    """Return a copy of B^T, [r, O], of what `to_blocks` returned."""
+    count = len(blocks) // rank
+    items = rank * (count - count % BLOCK_OUTPUTS)
+    parts = (blocks[:items], BLOCK_OUTPUTS), (blocks[items:], SMALL_BLOCK_OUTPUTS)
+    return torch.cat([part.view(-1, rank, n).transpose(0, 1).flatten(1) for part, n in parts], 1)

@@ -19,12 +19,15 @@ from torch import Tensor
 
 from nesa_node.engine.kernels.linear import DTYPE_NAMES
 from nesa_node.engine.kernels.low_rank import (
+    BLOCK_OUTPUTS,
     DESCRIPTOR_FIELDS,
     PART_FIELDS,
     ROWS_AT_ONCE,
     SEGMENT_FIELDS,
+    SMALL_BLOCK_OUTPUTS,
     TABLE_FIELDS,
     load_low_rank,
+    to_blocks,
 )
 from nesa_node.engine.kernels.machine_code import NativeFunction, compile_functions, load_functions
 from nesa_node.engine.kernels.native import compiler as program
@@ -71,6 +74,10 @@ class Adapter:
     parts: list[tuple[Tensor, int, int]]
     """B^T, first row of A, first output."""
 
+    def __post_init__(self) -> None:
+        self.blocks = {first: guarded(to_blocks(b_rO)) for b_rO, first, _ in self.parts}
+        """By first row of A."""
+
     def describe(self) -> list[ctypes.c_int64 | int]:
         fields: list[ctypes.c_int64 | int] = [
             self.a_RI.data_ptr(),
@@ -79,7 +86,8 @@ class Adapter:
             len(self.parts),
         ]
         for b_rO, first, start in self.parts:
-            fields += [b_rO.data_ptr(), first, b_rO.shape[0], start, b_rO.shape[1]]
+            rank, count = b_rO.shape
+            fields += [self.blocks[first].data_ptr(), first, rank, start, count]
         return fields
 
 
@@ -93,7 +101,7 @@ def make_adapter(
         if rank:
             a_RI[first : first + rank] = torch.randn(rank, inputs)
             scales_R[first : first + rank] = 0.1 + 0.2 * rank
-            b_rO = guarded(torch.randn(rank, count).to(dtype))
+            b_rO = torch.randn(rank, count).to(dtype)
             parts.append((b_rO, first, start))
         first, start = first + rank, start + count
     return Adapter(guarded(a_RI.to(dtype)), guarded(scales_R), parts)
@@ -225,6 +233,8 @@ def test_what_is_not_finite_stays_in_its_token(machine: tuple[Functions, torch.d
 
 def test_structures_are_those_of_the_generator() -> None:
     assert generator.ROWS_AT_ONCE == ROWS_AT_ONCE
+    assert generator.BLOCK_OUTPUTS == BLOCK_OUTPUTS
+    assert generator.SMALL_BLOCK_OUTPUTS == SMALL_BLOCK_OUTPUTS
     assert generator.SEGMENT_FIELDS == SEGMENT_FIELDS
     assert generator.DESCRIPTOR_FIELDS == DESCRIPTOR_FIELDS
     assert generator.PART_FIELDS == PART_FIELDS

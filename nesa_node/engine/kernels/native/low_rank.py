@@ -6,13 +6,15 @@ segment needs of an adapter lies in its descriptors, so that a recorded step ser
 - table: S, addresses of the segments [S, 3], token indices [N] and hidden rows [N, stride], stride;
 - segment: address of an adapter's descriptors, first and last index + 1 in the token indices;
 - descriptor of a linear layer: address of A [R, I], R, address of the scales [R], number of parts,
-  then for each part address of B^T [r, O], first row of A, r, first output, O.
+  then for each part address of B^T in blocks, first row of A, r, first output, O.
 
-All are int64. A, B and activations have the dtype; scales, hidden rows and sums are float32. A
-token's result has the same bits in any segment and on any number of threads.
+B^T is stored in blocks of `BLOCK_OUTPUTS` outputs, then of `SMALL_BLOCK_OUTPUTS`, each [r, its
+outputs], so that memory is read in order: rows of O outputs are read at half the speed. All are
+int64. A, B and activations have the dtype; scales, hidden rows and sums are float32. A token's
+result has the same bits in any segment and on any number of threads.
 
 S segments, N tokens with an adapter, R rows of A, r those of a part, I inputs, O outputs of a part.
-R is a multiple of `ROWS_AT_ONCE`; I, first outputs and O are multiples of the vector length.
+R is a multiple of `ROWS_AT_ONCE`; I, first outputs and O are multiples of `SMALL_BLOCK_OUTPUTS`.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ ROWS_AT_ONCE = 4
 """Rows of A that are multiplied with a token at a time."""
 VECTORS_AT_ONCE = 4
 """Vectors of outputs that a token's hidden row is multiplied with at a time."""
-PREFETCH_BLOCKS = 4
-"""Prefetch distance in B^T, in blocks of `VECTORS_AT_ONCE` vectors."""
+BLOCK_OUTPUTS, SMALL_BLOCK_OUTPUTS = 64, 16
+"""Outputs of a block of B^T, and of those that hold what is left over."""
 SEGMENT_FIELDS, DESCRIPTOR_FIELDS, PART_FIELDS = 3, 4, 5
 
 
@@ -94,38 +96,41 @@ def lora_expand(dtype: str, processor: Processor) -> ir.Module:
     table = _Table.load(code)
     y, width = code.field(2), code.field(3, I64)
 
-    def multiply(number: ir.Value, column: ir.Value, part: _Part, vectors: int, far: bool) -> None:
-        """Add to `vectors` vectors of a token's outputs, the first of its segment if `far`."""
+    def multiply(number: ir.Value, block: ir.Value, part: _Part, size: int, far: bool) -> None:
+        """Add to a token's outputs of a block, the first of its segment if `far`."""
         token = code.load_int64(table.tokens, number)
-        outputs = at.add(at.mul(token, width), at.add(part.start, column))
-        places = [at.add(outputs, I64(floats * index)) for index in range(vectors)]
+        outputs = at.add(at.mul(token, width), at.add(part.start, block))
         hidden = at.add(at.mul(number, table.stride), part.first)
-        with code.loop(part.rank, 1, [code.load(y, place) for place in places]) as loop:
-            value = code.broadcast(code.load_float(table.hidden, at.add(hidden, loop.index)))
-            line = code.address(part.b, at.add(at.mul(loop.index, part.count), column))
-            if far:
-                block_bytes = VECTORS_AT_ONCE * floats * code.item_bytes
-                for offset in range(0, vectors * floats * code.item_bytes, CACHE_LINE_BYTES):
-                    code.prefetch(line, PREFETCH_BLOCKS * block_bytes + offset)
-            for index in range(vectors):
-                weight = code.load(line, index * floats)
-                loop.values[index] = code.multiply_add(weight, value, loop.values[index])
-        for place, lane in zip(places, loop.values, strict=True):
-            code.store(lane, y, place)
+        weights = code.address(part.b, at.mul(block, part.rank))
+        for first in range(0, size, VECTORS_AT_ONCE * floats):
+            steps = range(first, min(first + VECTORS_AT_ONCE * floats, size), floats)
+            places = [at.add(outputs, I64(step)) for step in steps]
+            with code.loop(part.rank, 1, [code.load(y, place) for place in places]) as loop:
+                value = code.broadcast(code.load_float(table.hidden, at.add(hidden, loop.index)))
+                line = code.address(weights, at.mul(loop.index, I64(size)))
+                if far:
+                    nbytes = len(steps) * floats * code.item_bytes
+                    for offset in range(0, nbytes, CACHE_LINE_BYTES):
+                        code.prefetch(line, PREFETCH_BYTES + first * code.item_bytes + offset)
+                for index, step in enumerate(steps):
+                    weight = code.load(line, step)
+                    loop.values[index] = code.multiply_add(weight, value, loop.values[index])
+            for place, lane in zip(places, loop.values, strict=True):
+                code.store(lane, y, place)
 
-    block = VECTORS_AT_ONCE * floats
     with (
         table.for_each_segment() as (descriptor, first, end),
         code.for_each(code.load_int64(descriptor, I64(3))) as index,
     ):
         part = _Part.load(code, descriptor, index)
-        begin, last, _ = code.thread_range(part.count, block)
-        whole = at.sub(last, at.srem(at.sub(last, begin), I64(block)))
-        for vectors, start, stop in ((VECTORS_AT_ONCE, begin, whole), (1, whole, last)):
-            with code.for_each(stop, vectors * floats, first=start) as column:
-                multiply(first, column, part, vectors, True)
+        begin, last, _ = code.thread_range(part.count, BLOCK_OUTPUTS)
+        whole = at.sub(last, at.srem(at.sub(last, begin), I64(BLOCK_OUTPUTS)))
+        sizes = (BLOCK_OUTPUTS, begin, whole), (SMALL_BLOCK_OUTPUTS, whole, last)
+        for size, start, stop in sizes:
+            with code.for_each(stop, size, first=start) as block:
+                multiply(first, block, part, size, True)
                 with code.for_each(end, first=at.add(first, I64(1))) as number:
-                    multiply(number, column, part, vectors, False)
+                    multiply(number, block, part, size, False)
     return code.finish()
 
 
