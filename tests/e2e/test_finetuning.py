@@ -18,6 +18,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
@@ -376,8 +377,10 @@ def test_what_nodes_do_not_train_is_refused_by_name(folder: Path, tmp_path: Path
         ):
             with pytest.raises(ConfigError, match=words):
                 model.finetuning_session(config)
-        with pytest.raises(RefusedError, match="lends no memory"):
+        with pytest.raises(RefusedError, match="lends no memory"), capture_logs() as logged:
             model.finetuning_session(CONFIG)
+        waits = [each["reason"] for each in logged if each["event"] == "training_interrupted"]
+        assert len(waits) == len(set(waits)) > 0
 
 
 def test_training_goes_on_with_an_adapter(folder: Path, tmp_path: Path) -> None:

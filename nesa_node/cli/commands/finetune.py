@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from nesa_node.engine.training.training_spec import AdapterConfig
 
 DEFAULT_LENGTH = 1024
+FEW_STEPS = 20
+"""Fewer than these are pointed out: adapters have hardly left their first values by then."""
 TENSORBOARD_NAME = "tensorboard"
 INITIAL_NAME = "initial-adapter"
 """Folder of a published adapter with which the training begins."""
@@ -234,6 +236,9 @@ class _Run:
             hops = ", ".join(f"…{hop.peer_id[-6:]} {hop.span}" for hop in session.hops)
             resumed = f"continued after step {session.applied}, " if session.applied else ""
             print(f"[{resumed}{plan.steps} steps, through {hops}]", file=sys.stderr)
+            if training.steps is None and plan.steps < FEW_STEPS:
+                told = "[so few steps teach a model little: --steps 100 trains longer]"
+                print(told, file=sys.stderr)
             with ExitStack() as stack:
                 display = stack.enter_context(TrainingDisplay(plan.steps, session.applied))
                 board = None

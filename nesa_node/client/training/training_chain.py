@@ -367,7 +367,7 @@ class TrainingChain:
 
     async def _attempt(self, call: Callable[[], Awaitable[T]]) -> T:
         """Call, again after the loss of a node and the recovery from it."""
-        deadline, attempts = math.inf, 0
+        deadline, attempts, logged = math.inf, 0, ""
         while True:
             try:
                 await self._complete_chain()
@@ -378,7 +378,9 @@ class TrainingChain:
                 deadline = min(deadline, now + self._request.options.recovery_timeout_s)
                 if now >= deadline or attempts >= MAX_ATTEMPTS:
                     raise
-                log.warning("training_interrupted", step=self.applied, reason=str(error))
+                if str(error) != logged:
+                    logged = str(error)
+                    log.warning("training_interrupted", step=self.applied, reason=logged)
                 self._is_interrupted = True
                 await asyncio.sleep(RETRY_PAUSE_S)
 

@@ -66,6 +66,7 @@ def test_a_file_becomes_an_adapter_that_peft_loads(
     told = capsys.readouterr()
     assert "adapter in" in told.out
     assert "done after 12 steps" in told.err
+    assert "teach" not in told.err
     entries = read_log(output)
     assert [entry["step"] for entry in entries] == list(range(1, 13))
     assert entries[-1]["loss"] < 0.8 * entries[0]["loss"]
@@ -77,6 +78,13 @@ def test_a_file_becomes_an_adapter_that_peft_loads(
         auto.from_pretrained(model, dtype=torch.float32), output
     )
     assert loaded.peft_config["default"].r == 8
+
+
+def test_few_steps_are_pointed_out(
+    model: Path, peer: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finetune(model, peer, data, tmp_path / "out", "--epochs", "0.1") == 0
+    assert "so few steps teach a model little: --steps 100" in capsys.readouterr().err
 
 
 def test_the_weights_themselves_become_a_model(
