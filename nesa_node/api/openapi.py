@@ -189,6 +189,7 @@ class ModelCard(ResponseModel):
     owned_by: str
     max_model_len: int | None = None
     default_sampling: dict[str, float] | None = None
+    parent: str | None = Field(default=None, description="Of an adapter: its base model.")
 
 
 class ModelList(ResponseModel):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,15 @@ def list_published(notices: Iterable[AdapterNotice]) -> tuple[PublishedAdapter, 
         for listed in notice.adapters
     ]
     return tuple(sorted(found, key=lambda each: (each.listed.name, each.author)))
+
+
+def name_published(published: Sequence[PublishedAdapter]) -> dict[str, PublishedAdapter]:
+    """Adapters by a name for `find_published`: with the author where several use it."""
+    authors = Counter(each.listed.name for each in published)
+    return {
+        each.listed.name if authors[each.listed.name] == 1 else each.name: each
+        for each in published
+    }
 
 
 def find_published(published: Iterable[PublishedAdapter], text: str) -> PublishedAdapter:

@@ -34,6 +34,7 @@ from nesa_node.core.errors import ModelNotFoundError
 from nesa_node.core.ids import ModelId, Span
 from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.core.settings.models import GatewayConfig
+from nesa_node.swarm.adapter_catalog import PublishedAdapter
 from nesa_node.web.server import serve_authenticated
 
 MODEL_ID = ModelId("scripted@0123456789abcdef")
@@ -115,12 +116,16 @@ class ScriptedLook:
         self.holes = tuple(holes)
         self.joining: tuple[Span, ...] = ()
         self.known: dict[ModelId, int] = {}
+        self.adapters: dict[ModelId, Sequence[PublishedAdapter]] = {}
 
     async def fetch_all(self) -> dict[ModelId, AnnouncedModel]:
         return {MODEL_ID: AnnouncedModel(MODEL_ID, 6, self.holes, self.joining)}
 
     async def fetch(self, model_id: ModelId) -> AnnouncedModel | None:
         return (await self.fetch_all()).get(model_id)
+
+    async def fetch_adapters(self, model_id: ModelId) -> Sequence[PublishedAdapter]:
+        return self.adapters.get(model_id, ())
 
     def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
         self.known[model_id] = num_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from nesa_node import publish_adapter
 from nesa_node.api.models.registry import split_adapter
+from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, name_published
+from nesa_node.swarm.dht.adapter_notices import ListedAdapter
 from tests.api.live import live_gateway
 from tests.cli.tiny import BLOCKS
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS
@@ -92,6 +96,37 @@ def test_a_request_gets_the_text_of_its_adapter(
     assert changed != expected
     assert complete(client, "small:tuned").strip() == changed.strip()
     assert complete(client, "small").strip() == expected.strip()
+
+
+def test_published_adapters_are_listed(client: openai.OpenAI) -> None:
+    """With the next look at the swarm."""
+    deadline = time.monotonic() + 20
+    while len(models := client.models.list().data) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert [model.id for model in models] == ["small", "small:tuned"]
+    listed = client.models.retrieve("small:tuned")
+    assert listed == models[1]
+    assert listed.owned_by.startswith("12D3Koo")
+    assert listed.model_extra is not None
+    assert listed.model_extra["parent"] == "small"
+    assert client.models.retrieve(f"small:{listed.owned_by}/tuned").owned_by == listed.owned_by
+    with pytest.raises(openai.NotFoundError, match="no adapter 'other' is published"):
+        client.models.retrieve("small:other")
+
+
+@pytest.mark.parametrize("authors", [1, 2])
+def test_an_adapter_is_named_with_its_author_where_two_use_the_name(authors: int) -> None:
+    listed = ListedAdapter(
+        name="tuned", digest="0" * 64, nbytes=1, rank=1, target_modules=("q_proj",), created_at=1
+    )
+    published = [
+        PublishedAdapter(ModelId("small@00"), PeerId(f"{at}" * 52), listed, 0.0)
+        for at in range(authors)
+    ]
+    names = name_published(published)
+    assert list(names) == (["tuned"] if authors == 1 else [each.name for each in published])
+    assert all(find_published([each], name) == each for name, each in names.items())
 
 
 def test_what_is_not_published_is_no_model(client: openai.OpenAI) -> None:

@@ -23,13 +23,17 @@ from nesa_node.api.models.registry import ModelEntry
 from nesa_node.api.openapi import KEY_STATUSES, Health, ModelCard, ModelList, Version, describe
 from nesa_node.api.responses.http_responses import json_response
 from nesa_node.api.schemas.generation_request import describe_sampling
+from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published
 
 router = APIRouter()
 
 
 @router.get("/v1/models", **describe("List the models", None, ModelList, statuses=KEY_STATUSES))
 async def list_models(gateway: GatewayOf) -> Response:
-    cards = [_to_model_card(entry) for entry in gateway.models.entries()]
+    cards = []
+    for entry in gateway.models.entries():
+        cards.append(_to_model_card(entry))
+        cards += [_to_adapter_card(entry, name, each) for name, each in entry.adapters.items()]
     return json_response({"object": "list", "data": cards})
 
 
@@ -38,7 +42,12 @@ async def list_models(gateway: GatewayOf) -> Response:
     **describe("Retrieve a model", None, ModelCard, statuses=(404, *KEY_STATUSES)),
 )
 async def retrieve_model(gateway: GatewayOf, model_id: str) -> Response:
-    return json_response(_to_model_card(gateway.models.find_entry(model_id)))
+    """Raises `AdapterError` for an adapter that is not published."""
+    entry = gateway.models.find_entry(model_id)
+    if (name := gateway.models.adapter_of(model_id)) is not None:
+        adapter = find_published(entry.adapters.values(), name)
+        return json_response(_to_adapter_card(entry, name, adapter))
+    return json_response(_to_model_card(entry))
 
 
 def _to_model_card(entry: ModelEntry) -> dict[str, Any]:
@@ -50,6 +59,17 @@ def _to_model_card(entry: ModelEntry) -> dict[str, Any]:
         "owned_by": "nesa-node",
         "max_model_len": entry.context_length,
         "default_sampling": defaults,
+        "parent": None,
+    }
+
+
+def _to_adapter_card(entry: ModelEntry, name: str, adapter: PublishedAdapter) -> dict[str, Any]:
+    return {
+        **_to_model_card(entry),
+        "id": f"{entry.name}:{name}",
+        "created": int(adapter.listed.created_at),
+        "owned_by": adapter.author,
+        "parent": entry.name,
     }
 
 

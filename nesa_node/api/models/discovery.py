@@ -10,7 +10,7 @@ import asyncio
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +26,12 @@ from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.models import ClientConfig, GatewayConfig
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id, open_folder
 from nesa_node.engine.weights.files import convert_parse_errors
+from nesa_node.swarm.adapter_catalog import PublishedAdapter, list_published
+from nesa_node.swarm.dht.adapter_notices import AdapterNotice
 from nesa_node.swarm.dht.records import NodeRecord, majority_num_blocks
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.notice_store import NoticeStore
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import SharedCall
 from nesa_node.topology.snapshot import count_span_holders, zero_runs
@@ -72,6 +75,8 @@ class ModelDirectory(Protocol):
 
     async def fetch(self, model_id: ModelId) -> AnnouncedModel | None: ...
 
+    async def fetch_adapters(self, model_id: ModelId) -> Sequence[PublishedAdapter]: ...
+
     def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
         """Set a model's number of blocks, from its checkpoint."""
 
@@ -82,8 +87,9 @@ class ModelDirectory(Protocol):
 class DhtModelDirectory:
     """Reads models from the DHT; requests for one model share a look for `MAX_AGE_S`."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Directory, notices: NoticeStore) -> None:
         self._directory = directory
+        self._notices = notices
         self._fetches: dict[ModelId, SharedCall] = {}
         self._announced: dict[ModelId, AnnouncedModel | None] = {}
 
@@ -94,6 +100,10 @@ class DhtModelDirectory:
             groups.setdefault(ModelId(record.model_id), []).append(record)
         most = sorted(groups, key=lambda key: (-len(groups[key]), key))[:MAX_LISTED_MODELS]
         return {key: _summarize_records(groups[key]) for key in most}
+
+    async def fetch_adapters(self, model_id: ModelId) -> Sequence[PublishedAdapter]:
+        """Adapters that are published for a model. Raises `NesaError` if the DHT fails."""
+        return list_published(await self._notices.fetch(AdapterNotice, model_id))
 
     def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
         self._directory.set_num_blocks(model_id, num_blocks)
@@ -187,7 +197,7 @@ async def open_model_directory(
             swarm_key=secret_text(config.swarm_key),
             listen=False,
         ) as swarm:
-            directory = DhtModelDirectory(swarm.directory)
+            directory = DhtModelDirectory(swarm.directory, swarm.notices)
             try:
                 yield directory, swarm
             finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,6 +14,7 @@ from nesa_node.core.errors import ModelError, NesaError, ResourceError, SwarmErr
 from nesa_node.core.ids import ModelId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
+from nesa_node.swarm.adapter_catalog import PublishedAdapter, name_published
 from nesa_node.web.problem import HttpProblem
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ class ModelEntry:
     model_id: ModelId | None = None
     context_length: int | None = None
     served: ServedModel | None = None
+    adapters: Mapping[str, PublishedAdapter] = field(default_factory=dict)
+    """Published for it, by the names that requests give; those of the last look."""
+    adapters_read_s: float = 0.0
+    """Time of that look, by the monotonic clock."""
     last_used_s: float = 0.0
     """Time of its last request, by the monotonic clock."""
     open_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -310,9 +315,18 @@ class ModelRegistry:
             while True:
                 try:
                     self._update_announced(await self._directory.fetch_all())
+                    await self._read_adapters()
                 except NesaError as error:
                     log.warning("swarm_poll_failed", reason=str(error))
                 await asyncio.sleep(self._poll_interval_s)
+
+    async def _read_adapters(self) -> None:
+        """Look up the adapters of one model: that of the oldest look."""
+        known = [entry for entry in self._entries if entry.ids]
+        entry = min(known, key=lambda entry: entry.adapters_read_s, default=None)
+        if entry is not None:
+            entry.adapters_read_s = time.monotonic()
+            entry.adapters = name_published(await self._directory.fetch_adapters(entry.ids[0]))
 
     def _update_announced(self, announced: dict[ModelId, AnnouncedModel]) -> None:
         self._announced = announced

@@ -21,7 +21,7 @@ async def test_requests_that_look_for_blocks_at_the_same_time_share_one_look(
     monkeypatch.setattr(looking, "MAX_AGE_S", 3600.0)
     fetch = AsyncMock(return_value=Snapshot(MODEL_ID, 6, (), taken_at=0.0))
     directory: Any = SimpleNamespace(fetch=fetch)
-    look = DhtModelDirectory(directory)
+    look = DhtModelDirectory(directory, directory)
     await asyncio.gather(*(look.fetch(MODEL_ID) for _ in range(20)))
     assert fetch.await_count == 1
     monkeypatch.setattr(looking, "MAX_AGE_S", 0.0)

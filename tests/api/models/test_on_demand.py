@@ -42,6 +42,9 @@ class Pool:
     async def fetch_all(self) -> dict[ModelId, AnnouncedModel]:
         return dict(self.announced)
 
+    async def fetch_adapters(self, model_id: ModelId) -> tuple[()]:
+        return ()
+
     def set_num_blocks(self, model_id: ModelId, num_blocks: int) -> None:
         pass
 
