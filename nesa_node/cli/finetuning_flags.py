@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -78,14 +79,14 @@ class AdapterFlags:
     ] = None
     dropout: Annotated[float, Parameter(group=ADAPTER, help="Dropout of LoRA's inputs.")] = 0.0
     target_modules: Annotated[
-        str,
+        str | None,
         Parameter(
             metavar="NAMES",
             group=ADAPTER,
-            help="Linear layers with adapters: names with commas, all-linear, or PEFT's choice "
-            "for the model (default).",
+            help="Linear layers with adapters: names with commas, all-linear, or default, PEFT's "
+            "choice for the model. [default: all that nodes serve adapters of]",
         ),
-    ] = "all-linear"
+    ] = None
     prompt_text: Annotated[
         str | None,
         Parameter(
@@ -105,8 +106,13 @@ class AdapterFlags:
         ),
     ] = None
 
-    def make_config(self, tokenizer_path: str) -> AdapterConfig:
-        """Make the config; the tokenizer is that of `--prompt-text`. Raises `ConfigError`."""
+    def make_config(
+        self, tokenizer_path: str, served_modules: Sequence[str] | None
+    ) -> AdapterConfig:
+        """Make the config; the tokenizer is that of `--prompt-text`. Raises `ConfigError`.
+
+        `served_modules` have LoRA by default; None: all linear layers.
+        """
         from peft import IA3Config, LoraConfig, TaskType
 
         from nesa_node.engine.training.adapters import (
@@ -114,6 +120,7 @@ class AdapterFlags:
             DeepPromptConfig,
             FullConfig,
         )
+        from nesa_node.engine.training.training_spec import ALL_LINEAR
 
         if self.rank < 1:
             raise ConfigError(f"--rank must be at least 1, got {self.rank}")
@@ -129,13 +136,16 @@ class AdapterFlags:
             return DeepPromptConfig(self.rank)
         if self.method == "full":
             return FullConfig(self.weights_dtype)
-        modules: str | list[str] | None = self.target_modules
-        if self.target_modules == "default":
-            modules = None
-        elif self.target_modules != "all-linear":
-            modules = [name.strip() for name in self.target_modules.split(",") if name.strip()]
+        named = self.target_modules
+        modules: str | list[str] | None = None
+        if named is None:
+            modules = ALL_LINEAR if served_modules is None else list(served_modules)
+        elif named == ALL_LINEAR:
+            modules = named
+        elif named != "default":
+            modules = [name.strip() for name in named.split(",") if name.strip()]
         if self.method == "ia3":
-            if self.target_modules == "all-linear":
+            if named in (None, ALL_LINEAR):
                 modules = None  # IA3 trains keys, values and one layer of each feed-forward part
             return IA3Config(task_type=TaskType.CAUSAL_LM, target_modules=modules)
         alpha = 2.0 * self.rank if self.alpha is None else self.alpha

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,7 +80,15 @@ def finetune(
         from nesa_node.engine.training.adapters import FullConfig
     with distributed:
         path = tokenizer.name_or_path
-        trained = _choose_adapter(adapter or AdapterFlags(), config, config.model, output, path)
+        given = adapter or AdapterFlags()
+        served = distributed.find_served_modules() if given.target_modules is None else None
+        trained = _choose_adapter(given, served, config, output, path)
+        if served is not None and given.method == "lora":
+            print(
+                f"[adapters on {', '.join(served)}: nodes do not serve those of a mixture's "
+                "experts; --target-modules all-linear trains them, for PEFT]",
+                file=sys.stderr,
+            )
         longest = distributed.context_length - trained.num_virtual_tokens
         chosen = replace(chosen, max_length=_choose_length(chosen, longest))
         assert chosen.max_length is not None
@@ -126,7 +135,11 @@ class _Trained:
 
 
 def _choose_adapter(
-    flags: AdapterFlags, config: ClientConfig, model: str, output: Path, tokenizer_path: str
+    flags: AdapterFlags,
+    served_modules: Sequence[str] | None,
+    config: ClientConfig,
+    output: Path,
+    tokenizer_path: str,
 ) -> _Trained:
     """Make the config of new adapters, or find the one to go on with.
 
@@ -136,7 +149,7 @@ def _choose_adapter(
     from nesa_node.engine.training.prompted_input import count_virtual_tokens
 
     if flags.initial_adapter is None:
-        made = flags.make_config(tokenizer_path)
+        made = flags.make_config(tokenizer_path, served_modules)
         return _Trained(made, count_virtual_tokens(made))
     if flags != AdapterFlags(initial_adapter=flags.initial_adapter):
         raise ConfigError(
@@ -145,7 +158,8 @@ def _choose_adapter(
         )
     folder = Path(flags.initial_adapter).expanduser()
     if not folder.is_dir():
-        folder = _fetch(flags.initial_adapter, config, model, output)
+        assert config.model is not None
+        folder = _fetch(flags.initial_adapter, config, config.model, output)
     return _Trained(folder, count_virtual_tokens(read_adapter(folder)[0]))
 
 

@@ -280,6 +280,16 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             generation_config=self.generation_config,
         )
 
+    def find_served_modules(self) -> list[str] | None:
+        """Names of a mixture's layers that nodes serve LoRA adapters of.
+
+        None for other models: they serve those of all linear layers.
+        """
+        require_training()
+        from nesa_node.engine.training.adapted_blocks import find_served_modules
+
+        return find_served_modules(self._checkpoint)
+
     def _find_adapter(self, name: str | None) -> bytes:
         """Digest of a published adapter; empty without a name."""
         if not name:

@@ -222,6 +222,20 @@ def _run_decoder(
     return output_RLD
 
 
+def find_served_modules(checkpoint: Checkpoint) -> list[str] | None:
+    """Names of a mixture's layers that nodes serve adapters of: all but its experts and router.
+
+    None where they serve those of all linear layers.
+    """
+    skeleton = Skeleton(checkpoint)
+    block: nn.Module = skeleton.model.get_submodule(f"{skeleton.family.layers_path}.0")
+    matrices = [value for value in block.parameters() if value.ndim > 1]
+    if all(value.ndim == 2 for value in matrices):  # experts' are stacked
+        return None
+    names = [name for name, each in block.named_modules() if isinstance(each, nn.Linear)]
+    return sorted(name.rpartition(".")[2] for name in names)
+
+
 def find_adapter_shapes(
     checkpoint: Checkpoint, config: AdapterConfig | None, span: Span
 ) -> dict[str, tuple[int, ...]]:

@@ -46,6 +46,7 @@ _TENSOR_PATTERN = re.compile(
     r"base_model\.model\.(?P<path>\w+(?:\.\w+){1,15})\.lora_(?P<side>[AB])\.weight", re.ASCII
 )
 _LAYER_PATTERN = re.compile(r"\.\d{1,5}\.")
+_EXPERTS = "experts"
 _DIGEST_PREFIX = b"nesa-node adapter 1\0"
 
 _IGNORED_KEYS = frozenset(
@@ -370,6 +371,11 @@ def _pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]
         if found is None or _LAYER_PATTERN.search(found["path"]) is None:
             raise AdapterError(
                 f"{name!r:.120} is no LoRA matrix of a layer in a block; only those are served"
+            )
+        if _EXPERTS in found["path"].split("."):
+            raise AdapterError(
+                f"{found['path']}: adapters of a mixture's experts are not served; train its other "
+                "layers, as `nesa-node finetune` does unless --target-modules says otherwise"
             )
         if info.dtype not in _WEIGHT_DTYPES or len(info.shape) != 2 or not info.nbytes:
             raise AdapterError(f"{name}: {info.dtype} of shape {list(info.shape)} is no matrix")

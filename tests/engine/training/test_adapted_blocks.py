@@ -27,6 +27,7 @@ from nesa_node.engine.training.adapted_blocks import (
     MicroBatch,
     count_adapter_values,
     find_adapter_shapes,
+    find_served_modules,
 )
 from nesa_node.engine.training.adapters import (
     BottleneckConfig,
@@ -464,3 +465,17 @@ def test_adapters_get_their_initial_values_while_initializers_are_off(
     thread.join()
     for name, value in made.parameters.items():
         assert torch.equal(value, alone.parameters[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_experts_are_not_served(family: str, models_dir: Path) -> None:
+    """Of all others, what PEFT adapts."""
+    checkpoint = open_local(save_tiny_model(family, models_dir))
+    served = find_served_modules(checkpoint)
+    if family != "mixtral":
+        assert served is None
+        return
+    assert served == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    config: Any = peft.LoraConfig(r=4, target_modules=served)
+    names = find_adapter_shapes(checkpoint, config, Span(0, 1))
+    assert {name.split(".")[-3] for name in names} == {*served}

@@ -220,6 +220,7 @@ def not_finite() -> bytes:
         (safetensors(lora_tensors(rank=8)), "ranks"),
         (safetensors(lora_tensors("lm_head.q_proj")), "no LoRA matrix of a layer"),
         (safetensors(lora_tensors("model.layers.0.self_attn.k_proj")), "do not name"),
+        (safetensors(lora_tensors("model.layers.0.mlp.experts")), "experts are not served"),
         (safetensors({"../../x": torch.zeros(2, 2)}), "no LoRA matrix"),
         (
             safetensors({f"base_model.model.{LAYER}.lora_A.weight": torch.zeros(4, 32)}),
