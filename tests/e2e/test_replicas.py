@@ -137,7 +137,7 @@ def test_gradients_of_two_replicas_are_those_of_the_combined_batch(
 
 
 def test_fewer_nodes_than_replicas(folder: Path, tmp_path: Path) -> None:
-    """The first span has two nodes, the rest one each: there is one lane."""
+    """The first span has two nodes, which both work, the rest one each."""
     spans = [*thirds(BLOCKS), thirds(BLOCKS)[0]]
     losses = []
     with (
@@ -152,6 +152,7 @@ def test_fewer_nodes_than_replicas(folder: Path, tmp_path: Path) -> None:
             ) as session:
                 assert len(session.hops) == (3 if replicas == 1 else 4)
                 losses.append([session.step(make_batch(step)).loss for step in range(3)])
+                assert session.chain.seconds_by_peer.keys() == {h.peer_id for h in session.hops}
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 

@@ -267,8 +267,8 @@ class TrainingChain:
         return sorted((*self._local, *self._nodes.groups), key=lambda each: each.span.start)
 
     def _new_turns(self, first: int) -> list[_Turns]:
-        """For each span, the order in which it gets the gradients of micro-batches."""
-        return [_Turns(first, self._nodes.lanes) for _ in self._spans()]
+        """For each span, the last one first, in which order it gets gradients of micro-batches."""
+        return [_Turns(first, span.lanes) for span in reversed(self._spans())]
 
     async def _begin(self) -> None:
         await gather_all([span.begin(self._current.number) for span in self._spans()])

@@ -184,7 +184,8 @@ class TrainingNodes:
         for members in wanted:
             await self._add_links([links[hop] for hop in members if hop in links], members)
         for group in self.groups:
-            group.lanes = self.lanes
+            # A multiple: what nodes keep at once is bounded for each of the chain's lanes.
+            group.lanes = len(group.links) // self.lanes * self.lanes
         for each in opened:
             if isinstance(each, BaseException):
                 raise each

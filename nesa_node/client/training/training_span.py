@@ -51,6 +51,8 @@ class TrainingSpan(Protocol):
     """
 
     span: Span
+    lanes: int
+    """Nodes that take turns with micro-batches: n goes to node n modulo their number."""
 
     async def begin(self, step: int) -> None: ...
 
@@ -94,6 +96,7 @@ class LocalTrainingSpan:
 
     def __init__(self, trainer: SpanTrainer, worker: ThreadPoolExecutor) -> None:
         self.span = trainer.blocks.span
+        self.lanes = 1
         self._trainer = trainer
         self._worker = worker
 
