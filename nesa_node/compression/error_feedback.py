@@ -7,6 +7,8 @@ one tensor, whatever their number.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from nesa_node.compression import tensors
@@ -24,29 +26,39 @@ class FeedbackEncoder:
         self._pending: dict[str, Tensor] = {}
         """Of the step under way."""
 
-    def encode(self, name: str, value: Tensor) -> tuple[TensorMeta, memoryview]:
-        """Encode a float32 tensor; a lossy codec gets it as one row, [1, N]."""
+    def encode(self, values: Mapping[str, Tensor]) -> dict[str, tuple[TensorMeta, memoryview]]:
+        """Encode float32 tensors; a lossy codec gets each as one row, [1, N].
+
+        Takes long for large ones, so that it may run in another thread. What a call has not encoded
+        before a `discard` counts no more than what it has.
+        """
+        lost, pending = self._lost, self._pending
+        return {
+            name: self._encode_one(name, value, lost, pending) for name, value in values.items()
+        }
+
+    def _encode_one(
+        self, name: str, value: Tensor, lost: Mapping[str, Tensor], pending: dict[str, Tensor]
+    ) -> tuple[TensorMeta, memoryview]:
         if self.codec == UNCOMPRESSED:
             return tensors.encode(value)
-        lost = self._pending.get(name, self._lost.get(name))
         wanted_1N = value.reshape(1, -1)
-        if lost is not None:
-            wanted_1N = wanted_1N + lost
+        if (before := pending.get(name, lost.get(name))) is not None:
+            wanted_1N = wanted_1N + before
         meta, payload = tensors.encode(wanted_1N, codec=self.codec)
         sent_1N = tensors.decode(meta, bytes(payload), max_bytes=2 * wanted_1N.nbytes + 4096)
-        self._pending[name] = wanted_1N - sent_1N
+        pending[name] = wanted_1N - sent_1N
         return meta, payload
 
     def commit(self) -> None:
         """The step is over: its losses are added to the next."""
-        self._lost |= self._pending
-        self._pending.clear()
+        self._lost = {**self._lost, **self._pending}
+        self._pending = {}
 
     def discard(self) -> None:
         """The step begins again."""
-        self._pending.clear()
+        self._pending = {}
 
     def reset(self) -> None:
         """Another state takes the place of all steps."""
-        self._lost.clear()
-        self._pending.clear()
+        self._lost, self._pending = {}, {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,8 +22,12 @@ def make_gradients(count: int) -> list[Tensor]:
     return [mean + 0.1 * torch.randn(16, 24, generator=generator) for _ in range(count)]
 
 
+def encode(encoder: FeedbackEncoder, value: Tensor) -> bytes:
+    return bytes(encoder.encode({"a": value})["a"][1])
+
+
 def send(encoder: FeedbackEncoder, value: Tensor) -> Tensor:
-    meta, payload = encoder.encode("a", value)
+    meta, payload = encoder.encode({"a": value})["a"]
     return tensors.decode(meta, bytes(payload), max_bytes=1 << 20).reshape(value.shape)
 
 
@@ -47,18 +53,33 @@ def test_a_step_that_runs_again_sends_the_same_bytes() -> None:
     send(encoder, first)
     encoder.commit()
     # Two micro-batches of one step: the second has what the first one lost.
-    once = [bytes(encoder.encode("a", value)[1]) for value in (second, third)]
+    once = [encode(encoder, value) for value in (second, third)]
     encoder.discard()
-    again = [bytes(encoder.encode("a", value)[1]) for value in (second, third)]
+    again = [encode(encoder, value) for value in (second, third)]
     assert once == again
     encoder.reset()
     fresh = FeedbackEncoder(expand_codec("int8"))
-    assert bytes(encoder.encode("a", first)[1]) == bytes(fresh.encode("a", first)[1])
+    assert encode(encoder, first) == encode(fresh, first)
+
+
+def test_a_call_that_outlives_its_step_changes_nothing() -> None:
+    """A thread that goes on after its step has begun again."""
+    first, second = make_gradients(2)
+    encoder, fresh = (FeedbackEncoder(expand_codec("int8")) for _ in range(2))
+
+    class Late(dict[str, Tensor]):
+        def items(self) -> Any:
+            for name, value in super().items():
+                encoder.discard()
+                yield name, value
+
+    encoder.encode(Late(a=first))
+    assert encode(encoder, second) == encode(fresh, second)
 
 
 def test_uncompressed_gradients_are_as_they_are() -> None:
     [grad] = make_gradients(1)
-    meta, payload = FeedbackEncoder("none").encode("a", grad)
+    meta, payload = FeedbackEncoder("none").encode({"a": grad})["a"]
     assert meta.shape == (16, 24)
     assert torch.equal(tensors.decode(meta, bytes(payload), max_bytes=1 << 20), grad)
 

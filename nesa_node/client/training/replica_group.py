@@ -146,7 +146,7 @@ class ReplicaGroup:
         elif len(self.links) > 1:
             sums, self._sums = self._sums, {}
             self._feedback.discard()  # a repeated call encodes again
-            encoded = {name: self._feedback.encode(name, value) for name, value in sums.items()}
+            encoded = await asyncio.to_thread(self._feedback.encode, sums)
             await gather_all(
                 [link.reduce(step, self._select(encoded, rank)) for rank, link in self._ranked]
             )

@@ -264,7 +264,7 @@ class TrainingSession:
                 collect = partial(trainer.collect, message.step, message.micro_batches)
                 found = await self._run(collect)
                 head = TrainGradients(step=message.step, tensors=len(found))
-                return [(head, b""), *self._encode_gradients(found)]
+                return [(head, b""), *await self._encode_gradients(found)]
             case TrainFetch():
                 found = await self._run(partial(trainer.export_updated, message.applied))
                 updated = TrainParameters(applied=message.applied, tensors=len(found))
@@ -363,16 +363,15 @@ class TrainingSession:
                 continue
             if hand_over:
                 grads = await self._run(self._trainer.take_gradients)
-                await self._send(self._encode_gradients(grads))
+                await self._send(await self._encode_gradients(grads))
             if found is not None:
                 return found
 
-    def _encode_gradients(self, grads: Mapping[str, Tensor]) -> list[_Answer]:
-        found: list[_Answer] = []
-        for name, value in grads.items():
-            meta, data = self._feedback.encode(name, value)
-            found.append((TrainTensor(name=name, tensor=meta), data))
-        return found
+    async def _encode_gradients(self, grads: Mapping[str, Tensor]) -> list[_Answer]:
+        encoded = await asyncio.to_thread(self._feedback.encode, grads)
+        return [
+            (TrainTensor(name=name, tensor=meta), data) for name, (meta, data) in encoded.items()
+        ]
 
     async def _borrow(self, block: int) -> None:
         """Get the parameters of a block that other nodes have."""
