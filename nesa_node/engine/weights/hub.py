@@ -310,16 +310,24 @@ def open_checkpoint(
             f"{model} is no folder; give a folder with config.json and *.safetensors, "
             "or a name on the hub such as HuggingFaceTB/SmolLM2-135M-Instruct"
         )
-    return open_hub(
-        model,
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
-        max_disk_bytes=max_disk_bytes,
-        evicts=evicts,
-        max_model_bytes=max_model_bytes,
-        endpoint=endpoint,
-    )
+    try:
+        return open_hub(
+            model,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            max_disk_bytes=max_disk_bytes,
+            evicts=evicts,
+            max_model_bytes=max_model_bytes,
+            endpoint=endpoint,
+        )
+    except ModelNotFoundError as error:
+        last_part = model.rpartition("/")[2]
+        if find_cached_folder(last_part, cache_dir) is None:
+            raise
+        raise ModelNotFoundError(
+            f"{error}; {last_part} lies in {cache_dir}: use that name"
+        ) from error
 
 
 def find_cached_folder(name: str, cache_dir: Path) -> Path | None:

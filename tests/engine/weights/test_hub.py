@@ -204,7 +204,11 @@ def test_a_folder_in_the_cache_is_found_by_its_name(hub: FakeHub, tmp_path: Path
 
 def test_a_hub_that_does_not_answer_says_so(hub: FakeHub, tmp_path: Path) -> None:
     hub.url = "http://127.0.0.1:9"
-    with pytest.raises(ModelNotFoundError, match="does not answer"):
+    with pytest.raises(ModelNotFoundError, match="does not answer") as caught:
+        opened(hub, tmp_path)
+    assert "use that name" not in str(caught.value)
+    copytree(hub.folder, tmp_path / "cache" / "tiny")
+    with pytest.raises(ModelNotFoundError, match=r"does not answer .*; tiny lies in .*cache: use"):
         opened(hub, tmp_path)
 
 
