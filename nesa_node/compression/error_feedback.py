@@ -29,8 +29,8 @@ class FeedbackEncoder:
     def encode(self, values: Mapping[str, Tensor]) -> dict[str, tuple[TensorMeta, memoryview]]:
         """Encode float32 tensors; a lossy codec gets each as one row, [1, N].
 
-        Takes long for large ones, so that it may run in another thread. What a call has not encoded
-        before a `discard` counts no more than what it has.
+        Takes long for large ones, so that it may run in another thread. A call that goes on after
+        its step was discarded leaves no losses.
         """
         lost, pending = self._lost, self._pending
         return {

@@ -42,7 +42,6 @@ async def list_models(gateway: GatewayOf) -> Response:
     **describe("Retrieve a model", None, ModelCard, statuses=(404, *KEY_STATUSES)),
 )
 async def retrieve_model(gateway: GatewayOf, model_id: str) -> Response:
-    """Raises `AdapterError` for an adapter that is not published."""
     entry = gateway.models.find_entry(model_id)
     if (name := gateway.models.adapter_of(model_id)) is not None:
         adapter = find_published(entry.adapters.values(), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,15 +79,7 @@ def finetune(
         from nesa_node.engine.training.adapters import FullConfig
     with distributed:
         path = tokenizer.name_or_path
-        given = adapter or AdapterFlags()
-        served = distributed.find_served_modules() if given.target_modules is None else None
-        trained = _choose_adapter(given, served, config, output, path)
-        if served is not None and given.method == "lora":
-            print(
-                f"[adapters on {', '.join(served)}: nodes do not serve those of a mixture's "
-                "experts; --target-modules all-linear trains them, for PEFT]",
-                file=sys.stderr,
-            )
+        trained = _choose_adapter(adapter or AdapterFlags(), distributed, config, output, path)
         longest = distributed.context_length - trained.num_virtual_tokens
         chosen = replace(chosen, max_length=_choose_length(chosen, longest))
         assert chosen.max_length is not None
@@ -136,7 +127,7 @@ class _Trained:
 
 def _choose_adapter(
     flags: AdapterFlags,
-    served_modules: Sequence[str] | None,
+    model: DistributedModelForCausalLM,
     config: ClientConfig,
     output: Path,
     tokenizer_path: str,
@@ -149,7 +140,16 @@ def _choose_adapter(
     from nesa_node.engine.training.prompted_input import count_virtual_tokens
 
     if flags.initial_adapter is None:
-        made = flags.make_config(tokenizer_path, served_modules)
+        served = None
+        if flags.method == "lora" and flags.target_modules is None:
+            served = model.find_served_modules()
+        if served is not None:
+            print(
+                f"[adapters on {', '.join(served)}: nodes do not serve those of a mixture's "
+                "experts; --target-modules all-linear trains them, for PEFT]",
+                file=sys.stderr,
+            )
+        made = flags.make_config(tokenizer_path, served)
         return _Trained(made, count_virtual_tokens(made))
     if flags != AdapterFlags(initial_adapter=flags.initial_adapter):
         raise ConfigError(

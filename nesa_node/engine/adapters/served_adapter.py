@@ -172,7 +172,7 @@ class ServedAdapter:
     ) -> ServedAdapter:
         """Read the span's part from a folder of PEFT's format. Blocks the thread.
 
-        Peak memory is `nbytes` and that of the largest matrix as stored. Raises what
+        Peak memory is `nbytes` and three times that of the largest matrix. Raises what
         `PeftFolder.open` and `PeftFolder.modules` do, and `CorruptCheckpointError` for matrices
         that do not fit the model's layers, or have values that are not finite in the span's dtype.
         """
