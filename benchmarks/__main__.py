@@ -17,6 +17,8 @@ import numpy as np
 
 from benchmarks import (
     adapters,
+    audit_attacks,
+    audit_thresholds,
     changes,
     churn,
     codecs,
@@ -57,6 +59,8 @@ from nesa_node.core.logging import setup_logging
 
 BENCHMARKS: dict[str, ModuleType] = {
     "adapters": adapters,
+    "audit-attacks": audit_attacks,
+    "audit-thresholds": audit_thresholds,
     "auto": auto,
     "changes": changes,
     "churn": churn,

@@ -235,6 +235,11 @@ SUSPICIONS = _counter(
     "Nodes that did not answer a session in time: raised, then withdrawn or confirmed.",
     labels=("model", "event"),
 )
+AUDITS = _counter(
+    "nesa_audits_total",
+    "Audits of nodes' work by outcome: passed, failed, unclear, uncalibrated or not audited.",
+    labels=("model", "outcome"),
+)
 
 # A node's device.
 KV_CACHE_RESERVED = _gauge(

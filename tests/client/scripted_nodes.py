@@ -107,14 +107,22 @@ class ScriptedNode:
         request = RouteRequest(
             model_id=ModelId("scripted"),
             span=hop.span,
-            rows=1,
+            rows=len(self.lengths),
             max_tokens=MAX_BYTES // 4 // HIDDEN,
             hidden_size=HIDDEN,
             dtype="float32",
         )
         budget = MessageBudget()
         return HopLink(
-            hop, stream, request, LinkSpeed(), on_change, b"s" * 16, budget, self._answer_ping
+            hop,
+            stream,
+            request,
+            LinkSpeed(),
+            on_change,
+            b"s" * 16,
+            b"k" * 32,
+            budget,
+            self._answer_ping,
         )
 
     async def close(self) -> None:

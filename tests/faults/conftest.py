@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 
+from tests.audit_outcomes import audit_outcomes
 from tests.engine.tiny_models import reference
 from tests.faults.bed import Bed, open_bed
 from tests.faults.nursery import Nursery, open_nursery
-from tests.faults.runs import RECOVERIES
+from tests.faults.runs import JOINED, RECOVERIES
 from tests.same_tokens import LEDGER
 
 
@@ -38,9 +40,25 @@ def bed(nursery: Nursery, tiny_llama: Path, tmp_path: Path) -> Iterator[Bed]:
         yield bed
 
 
+AUDITS: Counter[str] = Counter()
+"""Outcomes of all audits; printed at the end of the run."""
+
+
+@pytest.fixture(autouse=True)
+def _audits_blame_no_node() -> Iterator[None]:
+    yield
+    for model in JOINED:
+        found = audit_outcomes(model)
+        AUDITS.update(found)
+        assert not {"failed", "unclear"} & found.keys(), found
+    JOINED.clear()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for excuse in LEDGER.excuses:
         terminalreporter.write_line(f"excused: {excuse}")
+    if AUDITS:
+        terminalreporter.write_line(f"audits: {dict(AUDITS)}")
     for name, seconds in sorted(RECOVERIES.items()):
         ordered = sorted(seconds)
         p50, p95 = (ordered[round((len(ordered) - 1) * part)] for part in (0.5, 0.95))

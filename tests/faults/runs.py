@@ -28,6 +28,8 @@ from tests.same_tokens import assert_same_tokens
 ROUTES: tuple[RouteName, ...] = ("chain", "star")
 TOKENS_AHEAD = 4
 """How many more tokens may come before a delayed blow has fallen: the generation waits for it."""
+JOINED: list[DistributedModelForCausalLM] = []
+"""Clients of the running test, whose audits must blame no node: all are honest."""
 RECOVERIES: defaultdict[str, list[float]] = defaultdict(list)
 """Seconds from the blow to the next token, by what was done; printed at the end of the run."""
 
@@ -95,11 +97,13 @@ class Blow(BaseStreamer):
 
 
 def join_bed(bed: Bed, routing: RouteName, **options: Any) -> DistributedModelForCausalLM:
-    """A client of the bed's swarm; close it."""
-    options = {"recovery_timeout_s": 40.0, **options}
-    return AutoDistributedModelForCausalLM.from_pretrained(
+    """A client of the bed's swarm, which audits all work; close it."""
+    options = {"recovery_timeout_s": 40.0, "audit": 1.0, **options}
+    model = AutoDistributedModelForCausalLM.from_pretrained(
         bed.model, initial_peers=bed.addresses, routing=routing, **options
     )
+    JOINED.append(model)
+    return model
 
 
 def holders(bed: Bed, session: InferenceSession) -> list[Node]:

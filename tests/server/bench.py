@@ -26,6 +26,7 @@ from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import Scheduler, open_scheduler
 from nesa_node.server.session import session_server
 from nesa_node.server.session.admission import Admission, AdmissionLimits
+from nesa_node.server.session.sealing import describe_computation
 from nesa_node.server.session.session_server import SessionServer
 from nesa_node.swarm.p2p.link_measurements import LinkSpeeds
 from nesa_node.swarm.protocol.any_message import AnyMessage
@@ -266,7 +267,7 @@ class Node:
         self.scheduler = scheduler
         self.admission = Admission(limits, pool)
         swarm = SimpleNamespace(
-            identity=SimpleNamespace(peer_id=NODE),
+            identity=SimpleNamespace(peer_id=NODE, sign=lambda _: bytes(64)),
             directory=SimpleNamespace(fetch=AsyncMock(), try_fetch_one=AsyncMock()),
             link_speeds=LinkSpeeds(),
             failure_reporter=SimpleNamespace(record_failure=self._note),
@@ -284,6 +285,7 @@ class Node:
             self.admission,
             cast(Any, None),  # sessions here neither train nor name adapters
             LoadedAdapters(blocks, cast(Any, None), 0),
+            describe_computation(blocks, "none"),
             idle_timeout_s=idle_timeout_s,
         )
         self._tasks: asyncio.TaskGroup | None = None

@@ -14,6 +14,7 @@ from rich.table import Table
 from nesa_node.cli.client_model import short_peer_id
 from nesa_node.cli.views.text_parts import make_console
 from nesa_node.core.decision_log import LoggedDecision
+from nesa_node.verification.detection import sessions_until_found
 
 _TRIGGER_LABELS = {
     "hole": "unserved blocks",
@@ -185,17 +186,40 @@ def print_decisions(decisions: Sequence[LoggedDecision], rows: int) -> None:
 
 def _row_key(decision: LoggedDecision) -> tuple[str, str, str]:
     """Key of a row: kind, strategy and reason. Equal neighbours are repeats."""
-    chain = decision.body.get("chain") or []
-    reason = " → ".join(map(_format_hop, chain)) or str(decision.body.get("reason", ""))
+    body = decision.body
+    if decision.kind == "audit":
+        return decision.kind, "", f"{_format_hop(body)} {body['outcome']}"
+    chain = body.get("chain") or []
+    reason = " → ".join(map(_format_hop, chain)) or str(body.get("reason", ""))
     return decision.kind, str(decision.body.get("strategy", "")), reason
 
 
 def print_decision(decision: LoggedDecision) -> None:
     """Print one decision with its cost terms and alternatives."""
-    printers = {"session": _print_session, "tuning": _print_tuning}
+    printers = {"session": _print_session, "tuning": _print_tuning, "audit": _print_audit}
     printer = printers.get(decision.kind, _print_placement)
     console = make_console(sys.stdout, PIPE_WIDTH_CHARS)
     printer(console, decision.name, _format_time(decision), decision.body)
+
+
+def _print_audit(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
+    start, end = body["blocks"]
+    what = f"audit of {short_peer_id(body['peer'])}, blocks {start}:{end}, by the {body['auditor']}"
+    console.print(f"{what}, {when}: {body['outcome']}")
+    if body["worst"] is not None:
+        allowed = body["of_allowed"]
+        compared = "" if allowed is None else f", {allowed:.2g} of what is allowed"
+        console.print(
+            f"{body['tokens']} tokens: worst error {body['worst']:.2g}, mean {body['mean']:.2g}"
+            f"{compared}"
+        )
+    if body["reason"]:
+        console.print(body["reason"])
+    rate = body["drawn_with"]
+    console.print(
+        f"drawn with a probability of {rate:.0%}: a node that lies in each session is found within "
+        f"{sessions_until_found(rate)} of them (95 %)"
+    )
 
 
 def _print_session(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
@@ -251,7 +275,7 @@ def _print_alternatives(console: Console, body: Mapping[str, Any]) -> None:
 
 def _short_name(decision: LoggedDecision) -> str:
     """Name of a decision as `explain` accepts it: 12 characters of a session's."""
-    return decision.name[:12] if decision.kind == "session" else decision.name
+    return decision.name[:12] if decision.kind in ("session", "audit") else decision.name
 
 
 def _format_step(body: Mapping[str, Any]) -> str:

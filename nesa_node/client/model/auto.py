@@ -20,14 +20,15 @@ from nesa_node.client.session.base import SALT_BYTES, Connect, SwarmConnection
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.addresses import parse_peer_address
-from nesa_node.core.settings.choices import Precision, RouteName, StrategyName
+from nesa_node.core.settings.choices import AuditorChoice, Precision, RouteName, StrategyName
 from nesa_node.core.settings.declaration import (
+    default_audits_path,
     default_cache_dir,
     default_decisions_path,
     secret_text,
     user_path,
 )
-from nesa_node.core.settings.models import ClientConfig
+from nesa_node.core.settings.models import DEFAULT_AUDIT_RATE, ClientConfig
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.devices import choose_device, require_room_for_embedder_and_head
@@ -70,6 +71,8 @@ class AutoDistributedModelForCausalLM:
         reuse_prefix: bool = True,
         prefix_salt: bytes | None = None,
         adapter: str | None = None,
+        audit: float = DEFAULT_AUDIT_RATE,
+        auditors: AuditorChoice = "auto",
     ) -> DistributedModelForCausalLM:
         """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
 
@@ -96,6 +99,12 @@ class AutoDistributedModelForCausalLM:
         `adapter` names a published LoRA adapter (`nesa-node adapters list`) that nodes use beside
         the model in all sessions that name no other one.
 
+        `audit` is the share of a session's nodes (0 to 1) whose work is computed again once it is
+        done, ten times as large for nodes that passed fewer than three audits: by this process, if
+        this machine has the weights of their blocks, else by other nodes, but not in a star
+        (`auditors` "auto"; "client": never by nodes; "nodes": always). A node that computed
+        something else is logged by name and not used any more.
+
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for contradictory
         arguments, a missing device and malformed initial peers.
         """
@@ -119,6 +128,9 @@ class AutoDistributedModelForCausalLM:
             quality=quality,
             min_precision=min_precision,
             strategy=strategy,
+            audit=audit,
+            auditors=auditors,
+            audits_path=default_audits_path(),
             decisions_path=default_decisions_path(),
         )
         return build_model(

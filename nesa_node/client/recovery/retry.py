@@ -43,17 +43,21 @@ class StepReplay:
         self._span = request.span
         self._pipeline = pipeline
         self._outboxes: dict[int, ReplayBuffer] = {request.span.start: ReplayBuffer()}
+        self._outputs: dict[HopLink, ReplayBuffer] = {}
+        """Answers of audited hops."""
         self.stages: Sequence[PipelineStage] = ()
         """For steps over the last rebuilt route; each records its inputs."""
 
     def _new_stages(self) -> list[PipelineStage]:
         links = self._route.links
         if self._is_chain:
-            return [PipelineStage(links[0], links[-1], links, self._outbox(links[0]))]
+            exit_outputs = self.outputs_of(links[-1])
+            return [PipelineStage(links[0], links[-1], links, self._outbox(links[0]), exit_outputs)]
         stages: list[PipelineStage] = []
         for link in reversed(links):
             after = stages[0] if stages else None
-            stages.insert(0, PipelineStage(link, link, [link], self._outbox(link), after))
+            outputs = self.outputs_of(link)
+            stages.insert(0, PipelineStage(link, link, [link], self._outbox(link), outputs, after))
         return stages
 
     def record_unsent(self, kept: SentStep) -> None:
@@ -62,13 +66,26 @@ class StepReplay:
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget every token at or beyond `lengths[row]`."""
-        for outbox in self._outboxes.values():
-            outbox.truncate(lengths)
+        for kept in (*self._outboxes.values(), *self._outputs.values()):
+            kept.truncate(lengths)
 
     def reorder(self, sources: Sequence[int]) -> None:
         """Let each row have the inputs of row `sources[row]`."""
-        for outbox in self._outboxes.values():
-            outbox.reorder(sources)
+        for kept in (*self._outboxes.values(), *self._outputs.values()):
+            kept.reorder(sources)
+
+    @property
+    def first_inputs(self) -> ReplayBuffer:
+        """Inputs of the session's first block, also of tokens that nodes reused."""
+        return self._outboxes[self._span.start]
+
+    def inputs_of(self, link: HopLink) -> ReplayBuffer:
+        """What was sent to `link`: in a chain only for the first hop."""
+        return self._outbox(link)
+
+    def outputs_of(self, link: HopLink) -> ReplayBuffer | None:
+        """What `link` answered; None if it is not audited."""
+        return self._outputs.setdefault(link, ReplayBuffer()) if link.is_audited else None
 
     async def rebuild(
         self,
@@ -98,6 +115,7 @@ class StepReplay:
         # Inputs at blocks where no hop starts any more would have gaps if a hop starts there again.
         starts = {hop.span.start for hop in self._route.hops}
         self._outboxes = {start: kept for start, kept in self._outboxes.items() if start in starts}
+        self._outputs = {link: kept for link, kept in self._outputs.items() if link in links}
         self.stages = self._new_stages()
 
     async def _replay_to(self, link: HopLink, held: Sequence[int], lengths: Sequence[int]) -> None:
@@ -120,13 +138,15 @@ class StepReplay:
 
         # As a last hop it may have been asked for less than the next hop needs.
         whole = [replace(kept, want="all") for kept in steps]
-        await self._pipeline.run_steps(whole, [PipelineStage(link, link, [link])], keep)
+        stage = PipelineStage(link, link, [link], outputs=self.outputs_of(link))
+        await self._pipeline.run_steps(whole, [stage], keep)
         self._outboxes[link.hop.span.end] = outbox
 
     def _forget_later_hops(self) -> None:
         """Keep only the first hop's inputs: those of later hops begin after the new start."""
         start = self._span.start
         self._outboxes = {start: self._outboxes[start]}
+        self._outputs.clear()
 
     def _lacks_inputs_after(self, hop: Hop) -> bool:
         """Whether the inputs of the blocks after `hop` are not recorded."""

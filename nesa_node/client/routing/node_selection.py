@@ -350,7 +350,7 @@ class NodeSelector:
             or self._is_too_coarse(node)
             or (request.allowed_peers is not None and node.peer_id not in request.allowed_peers)
         }
-        return drop.union(self._refusals, unfit)
+        return drop.union(self._refusals, unfit, self._planner.barred)
 
     def _is_too_coarse(self, node: NodeState) -> bool:
         """Whether the node's weights are coarser than requested, or of an unknown quantization."""
@@ -373,6 +373,13 @@ class NodeSelector:
                 "too_coarse",
                 f"the nodes with blocks {error.missing[0][0]}:{error.missing[0][1]} hold them in "
                 f"{found}, and {coarsest} was asked for at least (--min-precision)",
+            )
+        barred = sorted({node.peer_id for node in holders if node.peer_id in self._planner.barred})
+        if holders and all(node.peer_id in barred for node in holders):
+            return RefusedError(
+                "barred",
+                f"the nodes with blocks {error.missing[0][0]}:{error.missing[0][1]} are not used: "
+                f"audits found wrong activations of {', '.join(barred)}",
             )
         refusals = [self._refusals[n.peer_id] for n in precise if n.peer_id in self._refusals]
         fitting = [n for n in precise if n.peer_id not in self._refusals]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -60,10 +60,10 @@ Hops = tuple[Hop, ...]
 MeasureSpeed = Callable[[NodeState, RouteRequest], Awaitable[float | None]]
 """Measures the tokens/s that a node decodes; None if that fails."""
 
-AUDIT_INTERVAL_S = 600.0
-"""Seconds between audits of a node, which cost it work."""
-FAILED_AUDIT_INTERVAL_S = 30.0
-"""Seconds until the next audit after a failed one."""
+SPEED_INTERVAL_S = 600.0
+"""Seconds between measurements of a node's speed, which cost it work."""
+FAILED_MEASUREMENT_INTERVAL_S = 30.0
+"""Seconds until the next measurement after a failed one."""
 MAX_PUBLISHED_EXPONENTS = 3
 """Most sets of published exponents that are tried, of the longest known orchestrators: each costs
 planning time."""
@@ -174,14 +174,18 @@ class ChainPlanner:
         strategy: str = DEFAULT_STRATEGY,
         *,
         decisions: DecisionLog | None = None,
-        audit: MeasureSpeed | None = None,
+        measure_speed: MeasureSpeed | None = None,
+        barred: Collection[PeerId] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises `ConfigError` for an unknown strategy. Without `audit`, records are believed."""
+        """`barred` nodes are never used; it may grow. Without `measure_speed`, records are
+        believed. Raises `ConfigError` for an unknown strategy.
+        """
+        self.barred = barred
         self._swarm = swarm
         self._clock = clock
-        self._next_audit_at: dict[PeerId, float] = {}
-        self._audit = audit
+        self._next_speed_at: dict[PeerId, float] = {}
+        self._measure_speed = measure_speed
         self.strategy = make_session_strategy(strategy, np.random.default_rng())
         self._decisions = decisions
         self._background = TaskSet()
@@ -266,7 +270,7 @@ class ChainPlanner:
         return ChainPlan(hops, asked)
 
     async def remeasure_nodes(self, snapshot: Snapshot, request: RouteRequest, hops: Hops) -> None:
-        """Ping the nodes of `hops`, and audit their speed if that is due.
+        """Ping the nodes of `hops`, and measure their speed if that is due.
 
         Nodes that announce far more than the measured speed are reported.
         """
@@ -275,17 +279,17 @@ class ChainPlanner:
         await self.latencies.ping_nodes(nodes)
         for node in nodes:
             peer = node.peer_id
-            if self._audit is None or self._clock() < self._next_audit_at.get(peer, 0.0):
+            if self._measure_speed is None or self._clock() < self._next_speed_at.get(peer, 0.0):
                 continue
-            self._next_audit_at[peer] = self._clock() + AUDIT_INTERVAL_S
-            tokens_per_s = await self._audit(node, request)
+            self._next_speed_at[peer] = self._clock() + SPEED_INTERVAL_S
+            tokens_per_s = await self._measure_speed(node, request)
             if tokens_per_s is None:
                 self.claims.record_unmeasurable(node)
-                self._next_audit_at[peer] = self._clock() + FAILED_AUDIT_INTERVAL_S
+                self._next_speed_at[peer] = self._clock() + FAILED_MEASUREMENT_INTERVAL_S
                 continue
             # Scaled to the idle node: planning accounts for its load separately.
             idle_tokens_per_s = tokens_per_s * (1 + node.load)
-            log.info("node_audited", peer=peer, tokens_per_s=idle_tokens_per_s)
+            log.info("speed_measured", peer=peer, tokens_per_s=idle_tokens_per_s)
             self.claims.record_measurement(peer, idle_tokens_per_s)
             if node.decode_tokens_per_s > REPORTABLE_RATIO * idle_tokens_per_s:
                 self._swarm.failure_reporter.record_failure(request.model_id, peer, "slow")

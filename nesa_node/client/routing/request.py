@@ -10,9 +10,13 @@ from nesa_node.compression import tensors
 from nesa_node.compression.codecs import EXACT, check_quality
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId, Span
-from nesa_node.core.settings.choices import Precision, RouteName, StrategyName
-from nesa_node.core.settings.declaration import default_decisions_path, secret_text
-from nesa_node.core.settings.models import ClientConfig
+from nesa_node.core.settings.choices import AuditorChoice, Precision, RouteName, StrategyName
+from nesa_node.core.settings.declaration import (
+    default_audits_path,
+    default_decisions_path,
+    secret_text,
+)
+from nesa_node.core.settings.models import DEFAULT_AUDIT_RATE, ClientConfig
 from nesa_node.swarm.protocol.messages import Prefix
 
 
@@ -46,6 +50,17 @@ class ConnectionOptions:
     strategy: StrategyName = "exact-latency"
     """Rule that chooses chains (`routing/strategies.py`)."""
 
+    audit: float = DEFAULT_AUDIT_RATE
+    """Share of hops whose work is computed again, 0 to 1; that of newcomers is ten times as large.
+    """
+
+    auditors: AuditorChoice = "auto"
+    """What computes work again: "client", "nodes", or "auto", this client where it has the weights,
+    else, except in a star, nodes."""
+
+    audits_path: Path | None = None
+    """File that remembers what audits said of each node; None: only for this connection."""
+
     decisions_path: Path | None = None
     """Log of the last decisions, for `nesa-node explain`; None: not recorded."""
 
@@ -60,6 +75,11 @@ class ConnectionOptions:
         if self.strategy not in get_args(StrategyName):
             names = ", ".join(get_args(StrategyName))
             raise ConfigError(f"there is no routing strategy {self.strategy!r}: give {names}")
+        if self.auditors not in get_args(AuditorChoice):
+            names = ", ".join(get_args(AuditorChoice))
+            raise ConfigError(f"unknown auditors {self.auditors!r}: give {names}")
+        if not 0 <= self.audit <= 1:
+            raise ConfigError(f"audit={self.audit}: give a share of sessions from 0 to 1")
         if self.replicate_cache and self.routing == "star":
             raise ValueError(
                 "replicate_cache needs routing='chain': a star's nodes must not learn of each other"
@@ -80,6 +100,9 @@ class ConnectionOptions:
             quality=config.quality,
             min_precision=config.min_precision,
             strategy=config.strategy,
+            audit=config.audit,
+            auditors=config.auditors,
+            audits_path=default_audits_path(),
             decisions_path=default_decisions_path(),
         )
 

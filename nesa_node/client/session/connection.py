@@ -19,13 +19,16 @@ from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
 from nesa_node.client.session.base import SessionPrefix
 from nesa_node.client.session.session import RemoteSession
-from nesa_node.client.session.telemetry import SessionMetrics, session_samples
+from nesa_node.client.session.telemetry import SessionMetrics, audit_samples, session_samples
 from nesa_node.client.training.announced_plan import AnnouncedPlan
 from nesa_node.client.training.replica_group import ReplicaOptions
 from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_nodes import TrainingNodes
 from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
+from nesa_node.client.verification.audit_history import AuditHistory
+from nesa_node.client.verification.auditor import Auditor
+from nesa_node.client.verification.node_recomputation import NodeRecomputation
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import AdapterError, ConfigError, NesaError
@@ -51,7 +54,7 @@ PIPELINED_STEPS = 16
 SEQUENTIAL_STEPS = 6
 """Steps sent one after another. A node may batch pipelined steps, and a batch takes little longer
 than one step where reading the weights dominates; single steps cannot be batched."""
-_AUDIT_TIMEOUT_S = 20.0
+_MEASURE_TIMEOUT_S = 20.0
 ADAPTERS_FRESH_S = 60.0
 """Seconds for which names of adapters are looked up in what was read from the DHT."""
 
@@ -77,9 +80,9 @@ async def measure_speed(swarm: Swarm, node: NodeState, request: RouteRequest) ->
         options=replace(
             request.options,
             replicate_cache=False,
-            recovery_timeout_s=_AUDIT_TIMEOUT_S / 4,
-            queue_timeout_s=_AUDIT_TIMEOUT_S / 4,
-            step_timeout_s=_AUDIT_TIMEOUT_S / 4,
+            recovery_timeout_s=_MEASURE_TIMEOUT_S / 4,
+            queue_timeout_s=_MEASURE_TIMEOUT_S / 4,
+            step_timeout_s=_MEASURE_TIMEOUT_S / 4,
         ),
     )
     session = RemoteSession(swarm, alone, ChainPlanner(swarm), OpenLimiter(), rng=random.Random())
@@ -93,13 +96,13 @@ async def measure_speed(swarm: Swarm, node: NodeState, request: RouteRequest) ->
         return time.perf_counter() - started
 
     try:
-        async with asyncio.timeout(_AUDIT_TIMEOUT_S):
+        async with asyncio.timeout(_MEASURE_TIMEOUT_S):
             await session.open()
             rounds_s = [await time_steps(PIPELINED_STEPS) for _ in range(2)]
             singles_s = [await time_steps(1) for _ in range(SEQUENTIAL_STEPS)]
             rtt_ms = await ping(swarm.transport, node.peer_id, node.addresses)
     except (NesaError, TimeoutError) as error:
-        log.info("node_audit_failed", peer=node.peer_id, reason=str(error))
+        log.info("speed_not_measured", peer=node.peer_id, reason=str(error))
         return None
     finally:
         await session.close()
@@ -111,26 +114,39 @@ async def measure_speed(swarm: Swarm, node: NodeState, request: RouteRequest) ->
 class RemoteConnection:
     """`SwarmConnection` over the network. All its sessions share what they learn about peers."""
 
-    def __init__(self, swarm: Swarm, request: RouteRequest, num_blocks: int) -> None:
+    def __init__(
+        self,
+        swarm: Swarm,
+        request: RouteRequest,
+        num_blocks: int,
+        auditor: Auditor | None = None,
+    ) -> None:
         """Sessions differ from `request` in span, rows, length and prefix only."""
         swarm.directory.set_num_blocks(request.model_id, num_blocks)
         self.swarm = swarm
         self._request = request
         options = request.options
-        decisions = None if options.decisions_path is None else DecisionLog(options.decisions_path)
         self._planner = ChainPlanner(
             swarm,
             options.strategy,
-            decisions=decisions,
-            audit=lambda node, request: measure_speed(swarm, node, request),
+            decisions=_decision_log(options),
+            measure_speed=lambda node, request: measure_speed(swarm, node, request),
+            barred=() if auditor is None else auditor.history.barred,
         )
+        self._auditor = auditor
+        may_ask = options.auditors == "nodes" or (options.auditors == "auto" and request.is_chain)
+        if auditor is not None and may_ask:
+            auditor.nodes = NodeRecomputation(swarm, request, self._planner)
+            auditor.prefers_nodes = options.auditors == "nodes"
         self._open_limiter = OpenLimiter()
         self._adapters_read_at = -math.inf
         self.metrics = SessionMetrics()
         self._rng = random.Random()
 
     async def close(self) -> None:
-        """End background tasks that belong to no session."""
+        """Finish audits that were drawn, and end other tasks that belong to no session."""
+        if self._auditor is not None:
+            await self._auditor.close()
         await self._planner.close()
 
     @asynccontextmanager
@@ -162,6 +178,7 @@ class RemoteConnection:
             rng=self._rng,
             prefix=prefix,
             metrics=self.metrics,
+            auditor=self._auditor,
         )
         self.metrics.open += 1
         try:
@@ -224,6 +241,8 @@ class RemoteConnection:
 
     def samples(self) -> Iterator[MetricSample]:
         yield from session_samples(self._request.model_id, self.metrics)
+        if self._auditor is not None:
+            yield from audit_samples(self._request.model_id, self._auditor.outcomes)
         yield from swarm_samples(self.swarm)
 
 
@@ -265,10 +284,21 @@ async def open_connection(
             options=options,
             num_blocks=checkpoint.num_blocks,
         )
-        connection = RemoteConnection(swarm, request, checkpoint.num_blocks)
+        auditor = Auditor(
+            checkpoint,
+            options.audit,
+            AuditHistory(options.audits_path),
+            rng=random.SystemRandom(),
+            decisions=_decision_log(options),
+        )
+        connection = RemoteConnection(swarm, request, checkpoint.num_blocks, auditor)
         stack.push_async_callback(connection.close)
         async with asyncio.TaskGroup() as tasks:
             # Fails the context of a lost connection, so that the next session joins the swarm anew.
             watching = tasks.create_task(swarm.transport.wait_until_lost())
             yield connection
             watching.cancel()
+
+
+def _decision_log(options: ConnectionOptions) -> DecisionLog | None:
+    return None if options.decisions_path is None else DecisionLog(options.decisions_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -48,7 +48,16 @@ from nesa_node.swarm.protocol.messages import (
     Reordered,
     Rollback,
     RolledBack,
+    RowSlice,
     Step,
+)
+from nesa_node.swarm.protocol.seal_messages import (
+    Disclose,
+    Disclosed,
+    Seal,
+    SealRequest,
+    SealStatement,
+    open_seal,
 )
 from nesa_node.swarm.protocol.stream import MessageBudget, Stream, peer_timeout
 
@@ -57,6 +66,8 @@ log = get_logger(__name__)
 OPEN_TIMEOUT_S = 10.0
 LINK_TIMEOUT_S = 30.0
 HAND_OVER_TIMEOUT_S = 30.0
+SEAL_TIMEOUT_S = 10.0
+DISCLOSE_TIMEOUT_S = 30.0
 PING_TIMEOUT_S = 5.0
 MAX_PENDING_PINGS = 64
 """Most unanswered pings: a node that computes but answers none is not kept."""
@@ -122,14 +133,22 @@ class HopLink:
         speed: LinkSpeed,
         on_change: Callable[[], None],
         session: bytes,
+        secret: bytes,
         budget: MessageBudget,
         ping: Callable[[], Awaitable[object]],
+        *,
+        is_audited: bool = False,
     ) -> None:
-        """`session` is the session's id at this node; `budget` is shared by all of the client's
-        links. `ping` pings the node on a separate stream.
+        """`session` and `secret` are those of the session at this node; `budget` is shared by all
+        of the client's links. `ping` pings the node on a separate stream.
         """
         self.hop = hop
         self.session = session
+        self.secret = secret
+        self.is_audited = is_audited
+        """Whether the node's work is to be computed again; nothing tells the node."""
+        self.start_lengths: Sequence[int] = [0] * request.rows
+        """Tokens of each row that the node had without computing them: reused or handed over."""
         self.wire = LinkEncoder(request.options.quality, (), speed)
         """Encoding of steps to the node."""
         self.state = LinkState.SERVING
@@ -148,6 +167,9 @@ class HopLink:
         self._on_change = on_change
         self._pending_answer: asyncio.Future[AnyMessage] | None = None
         self._hand_over_result: asyncio.Future[HandedOver | ErrorMessage] | None = None
+        self._disclosed: list[tuple[Disclosed, bytearray]] = []
+        self._undisclosed_tokens = 0
+        """How many tokens a running `disclose` still expects."""
         self._pongs: dict[int, asyncio.Future[Pong]] = {}
         """Pending pings by nonce, including those of probes, which are not awaited."""
         self.probe_report: ProbeReport | None = None
@@ -236,6 +258,40 @@ class HopLink:
         if isinstance(answer, ErrorMessage):
             raise RemoteError(answer.code, answer.message)
         return answer.lengths
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the node seals what it computes."""
+        return self.opened is not None and self.opened.computation is not None
+
+    async def request_seal(self) -> SealStatement:
+        """Have the node seal what its rows hold. Raises `RemoteError`, `PeerUnreachableError`,
+        and `ProtocolError("bad_seal")` for a seal of something else.
+        """
+        assert self.opened is not None
+        answer = await self._exchange(SealRequest(), SEAL_TIMEOUT_S)
+        if not isinstance(answer, Seal):
+            raise self._fail_unexpected(answer)
+        stated, span = open_seal(answer, self.hop.peer_id), self.hop.span
+        expected = self.session, self.opened.nonce, (span.start, span.end), self._request.rows
+        if (stated.session, stated.nonce, stated.blocks, len(stated.rows)) != expected:
+            raise ProtocolError("bad_seal", f"{self.hop.peer_id} sealed another session")
+        return stated
+
+    async def disclose(self, rows: tuple[RowSlice, ...]) -> list[tuple[Disclosed, bytearray]]:
+        """Outputs of `rows` that the node pushed. Raises `RemoteError`, also for a node whose
+        version knows no seals, and `PeerUnreachableError`.
+        """
+        if not self.is_sealed:
+            raise RemoteError("unexpected", f"the version of {self.hop.peer_id} discloses nothing")
+        self._disclosed, self._undisclosed_tokens = [], sum(part.count for part in rows)
+        try:
+            answer = await self._exchange(Disclose(rows=rows), DISCLOSE_TIMEOUT_S)
+            if not isinstance(answer, Disclosed):
+                raise self._fail_unexpected(answer)
+            return self._disclosed
+        finally:
+            self._disclosed, self._undisclosed_tokens = [], 0
 
     @property
     def received_bytes(self) -> int:
@@ -350,6 +406,14 @@ class HopLink:
                     self.probe_report = ProbeReport(message, asked_at)
                 if not asked.done():
                     asked.set_result(message)
+            case Disclosed() if message.rows:
+                self._undisclosed_tokens -= sum(part.count for part in message.rows)
+                if self._undisclosed_tokens < 0:
+                    raise ProtocolError("unexpected", "more was disclosed than was asked for")
+                self._disclosed.append((message, payload))
+            case Seal(requested=False):
+                # Those on the way commit the node; an audit asks for one of everything.
+                pass
             case Leaving():
                 self.change_state(LinkState.LEAVING)
             case ErrorMessage(fatal=True) if self._pending_answer is None:

@@ -59,6 +59,8 @@ class HopOpener:
         self._selector = selector
         self._prefix_start = prefix_start
         self._on_change = on_change
+        self.draws: Callable[[PeerId], bool] = lambda _: False
+        """Whether a node that is opened is to be audited."""
 
     def renew_session_id(self) -> None:
         """Use new session ids from now on."""
@@ -199,7 +201,18 @@ class HopOpener:
         asking = partial(
             ping, self._swarm.transport, peer, addresses, timeout_s=SIDE_PING_TIMEOUT_S, pings=1
         )
-        link = HopLink(hop, stream, request, speed, self._on_change, session, budget, asking)
+        link = HopLink(
+            hop,
+            stream,
+            request,
+            speed,
+            self._on_change,
+            session,
+            secret,
+            budget,
+            asking,
+            is_audited=self.draws(peer),
+        )
         return link, secret
 
     def _session_credentials(self) -> tuple[bytes, bytes]:

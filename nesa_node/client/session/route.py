@@ -123,6 +123,8 @@ class SessionRoute:
                     opened = known | opened
                     on_restart()
                 held |= dict.fromkeys(opened.values(), tuple(self.prefix_start.start_lengths))
+                for link in fresh:
+                    link.start_lengths = held[link]
                 await self._link_hops(
                     links,
                     held,
@@ -152,6 +154,10 @@ class SessionRoute:
         self.epoch += 1
         self.prefix_start.truncate(lengths)
         self.successors.truncate(lengths)
+        for link in self.links:
+            link.start_lengths = [
+                min(each) for each in zip(link.start_lengths, lengths, strict=True)
+            ]
         message = Rollback(epoch=self.epoch, lengths=tuple(lengths))
         await self._start_epoch(message, "the nodes to roll back")
 
@@ -163,6 +169,8 @@ class SessionRoute:
         self.epoch += 1
         self.prefix_start.reorder(sources)
         self.successors.truncate([0] * self._request.rows)
+        for link in self.links:
+            link.start_lengths = [link.start_lengths[source] for source in sources]
         message = Reorder(epoch=self.epoch, sources=tuple(sources))
         await self._start_epoch(message, "the nodes to reorder rows")
 

@@ -28,6 +28,7 @@ from nesa_node.client.session.hop import HopLink, LinkState
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.client.session.step_pipeline import StepChunk, StepPipeline, split_step
 from nesa_node.client.session.telemetry import FailoverReason, SessionMetrics, SessionTrace
+from nesa_node.client.verification.session_audit import SessionAudit, SessionAuditor
 from nesa_node.compression import tensors
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import (
@@ -46,7 +47,7 @@ from nesa_node.core.wait_tracking import ActiveWait, track_wait, untracked
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.tasks import TaskSet
-from nesa_node.swarm.protocol.messages import RowSlice, Want
+from nesa_node.swarm.protocol.messages import Computation, RowSlice, Want
 from nesa_node.swarm.protocol.replay_buffer import SentStep
 
 log = get_logger(__name__)
@@ -70,6 +71,7 @@ class RemoteSession:
         rng: random.Random,
         prefix: SessionPrefix | None = None,
         metrics: SessionMetrics | None = None,
+        auditor: SessionAuditor | None = None,
     ) -> None:
         self.rows = request.rows
         self.max_tokens = request.max_tokens
@@ -87,6 +89,10 @@ class RemoteSession:
         self._lengths = [0] * request.rows
         self._pipeline = StepPipeline(self._route, request, self._changed, rng=rng)
         self._replay = StepReplay(self._route, request, self._pipeline)
+        self._auditor = auditor
+        self._audit = SessionAudit(self._route, request, self._replay)
+        if auditor is not None:
+            self._route.opener.draws = auditor.draws
         self._rebuilder = ChainRebuilder(self._route, request, self._replay, open_limiter, rng=rng)
         self._step_number = 0
         self._next_leaver_check_at = 0.0
@@ -103,6 +109,13 @@ class RemoteSession:
     @property
     def hops(self) -> tuple[Hop, ...]:
         return self._route.hops
+
+    @property
+    def declared_computations(self) -> tuple[Computation | None, ...]:
+        """What each hop declares to compute with; None from older nodes."""
+        return tuple(
+            None if link.opened is None else link.opened.computation for link in self._route.links
+        )
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -219,9 +232,13 @@ class RemoteSession:
         await self._reconsidering.close()
         request, prefix, hops = self._request, self._prefix, len(self.hops)
         with self._log_context():
-            await self._route.close(
-                prefix.final_digests(request.model_id, request.numerics_label) if prefix else ()
-            )
+            try:
+                if self._auditor is not None:
+                    await self._auditor.audit(self._audit, self._lengths, self._route.session)
+            finally:
+                await self._route.close(
+                    prefix.final_digests(request.model_id, request.numerics_label) if prefix else ()
+                )
             log.info("session_closed", lengths=self.lengths)
         self._trace.end(hops)
         self._open_limiter.notify_released()

@@ -31,7 +31,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.swarm.dht.sealing import FailureKind
 from nesa_node.swarm.protocol.link_encoder import check_codec_allowed, extend_via, normalize_via
 from nesa_node.swarm.protocol.messages import Pong, Step
-from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer, SentStep
+from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer, SentStep, last_positions
 
 log = get_logger(__name__)
 
@@ -56,6 +56,8 @@ class PipelineStage:
     links: Sequence[HopLink]
     outbox: ReplayBuffer | None = None
     """Records what is sent, for replay; None where it is recorded already."""
+    outputs: ReplayBuffer | None = None
+    """Records what the exit hop answers; None where it is not audited."""
     next_stage: PipelineStage | None = None
     """Receives this stage's outputs; None for the last stage."""
     in_flight: deque[SentStep] = field(default_factory=deque)
@@ -72,6 +74,15 @@ class PipelineStage:
         if kept.want == "all" or self.next_stage is None:
             return kept
         return replace(kept, want="all")
+
+    def record_output(self, kept: SentStep, output_TD: torch.Tensor) -> None:
+        """Record the answer to a step, if the exit hop is audited."""
+        want = self.to_send(kept).want
+        if self.outputs is None or want == "none":
+            return
+        rows = kept.rows if want == "all" else last_positions(kept.rows)
+        meta, payload = tensors.encode(output_TD)
+        self.outputs.append(SentStep(kept.step, rows, "all", meta, payload))
 
     def restart_timers(self, suspicion: Suspicion, timeout_s: float) -> None:
         """Restart the timers: an output arrived, or the first step entered."""
@@ -166,6 +177,7 @@ class StepPipeline:
         for stage in reversed(stages):
             while (came := self._pop_output(stage)) is not None:
                 kept, output_TD, self.output_codecs = came
+                stage.record_output(kept, output_TD)
                 following = stage.next_stage
                 if following is None:
                     on_output(kept, output_TD)

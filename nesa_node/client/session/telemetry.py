@@ -10,9 +10,11 @@ from typing import Literal, get_args
 
 from nesa_node.client.recovery.suspicion import SuspicionEvent
 from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.verification.audit_history import AuditOutcome
 from nesa_node.core import tracing
 from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import (
+    AUDITS,
     FAILOVERS,
     OPEN_SESSIONS,
     RECOVERY_TIME,
@@ -107,6 +109,12 @@ class SessionMetrics:
         self.failovers: Counter[FailoverReason] = Counter()
         self.suspicions: Counter[SuspicionEvent] = Counter()
         """Suspicions by outcome: raised, then withdrawn or confirmed."""
+
+
+def audit_samples(model_id: ModelId, outcomes: Counter[AuditOutcome]) -> Iterator[MetricSample]:
+    """Prometheus samples of a client's audits. Thread-safe."""
+    for outcome in get_args(AuditOutcome):
+        yield MetricSample(AUDITS, (model_id, outcome), outcomes[outcome])
 
 
 def session_samples(model_id: ModelId, metrics: SessionMetrics) -> Iterator[MetricSample]:

@@ -177,6 +177,13 @@ Share = Annotated[
     Field(ge=1e-6, le=1, allow_inf_nan=False),
     ValueFormat("SHARE", "a number from 0 to 1"),
 ]
+AuditRate = Annotated[
+    float,
+    _NUMBER,
+    _parsed_by(lambda text: float(text[:-1]) / 100 if text.endswith("%") else float(text)),
+    Field(ge=0, le=1, allow_inf_nan=False),
+    ValueFormat("SHARE", 'a share like "5%" or 0.05'),
+]
 _HOUR = Annotated[int, Field(ge=0, le=24)]
 Hours = Annotated[
     tuple[_HOUR, _HOUR],
@@ -284,6 +291,10 @@ def default_cache_dir() -> Path:
 
 def default_decisions_path() -> Path:
     return _state_dir() / "decisions.db"
+
+
+def default_audits_path() -> Path:
+    return _state_dir() / "audits.db"
 
 
 def default_snapshots_dir() -> Path:

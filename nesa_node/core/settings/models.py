@@ -24,6 +24,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nesa_node.core.settings.choices import (
+    AuditorChoice,
     DtypeName,
     LogFormat,
     LogLevel,
@@ -37,6 +38,7 @@ from nesa_node.core.settings.choices import (
 from nesa_node.core.settings.declaration import (
     AnnouncedAddresses,
     ApiKeyText,
+    AuditRate,
     BlockCount,
     BlockRange,
     CollectorUrl,
@@ -204,6 +206,9 @@ class AccessConfig(SharedConfig):
     )
 
 
+DEFAULT_AUDIT_RATE = 0.01
+
+
 class ClientConfig(SharedConfig):
     """Settings of clients, which use a swarm without serving blocks."""
 
@@ -230,6 +235,19 @@ class ClientConfig(SharedConfig):
         "nf4", "Swarm", "The coarsest weights that nodes may compute with: nf4, int8 or full."
     )
     strategy: StrategyName = setting("exact-latency", "Swarm", "How nodes are chosen.")
+    audit: AuditRate = setting(
+        DEFAULT_AUDIT_RATE,
+        "Swarm",
+        "Share of a session's nodes whose work is computed again: 5%, or 0 for none; newcomers' is "
+        "ten times as large.",
+        default_text="1%",
+    )
+    auditors: AuditorChoice = setting(
+        "auto",
+        "Swarm",
+        "What computes it again. client: this machine, if it has the weights; nodes: other nodes, "
+        "which see the hidden states; auto: the first that can, but no nodes with --route star.",
+    )
     reuse_prefix: bool = setting(
         True, "Swarm", "Reuse cached prefixes of earlier prompts on nodes."
     )

@@ -28,6 +28,7 @@ from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.admission import Admission, AdmissionLimits
 from nesa_node.server.session.message_loop import RefusalLog
+from nesa_node.server.session.sealing import describe_computation
 from nesa_node.server.session.session_server import SessionServer
 from nesa_node.server.training.training_memory import TrainingMemory
 from nesa_node.server.training.training_server import TrainingServer
@@ -108,6 +109,7 @@ async def open_span(
             admission,
             training,
             LoadedAdapters(blocks, adapters, gib_to_bytes(config.adapter_memory_gib) or 0),
+            describe_computation(blocks, served.quant_type),
             swarm_key=secret_text(config.swarm_key),
             step_timeout_s=config.step_timeout_s,
             idle_timeout_s=config.idle_timeout_s,

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -142,6 +143,14 @@ class ScheduledSession:
         self.prefill_started = False
 
 
+class FinishedStep(NamedTuple):
+    """A step with its input and output [T, D]."""
+
+    step: Step
+    hidden: HiddenStates
+    output: HiddenStates
+
+
 class SessionQueue(ScheduledSession):
     """Queue of one session. Everything here runs on the event loop.
 
@@ -170,7 +179,7 @@ class SessionQueue(ScheduledSession):
         self.end_positions: dict[int, int] = {}
         """Where the queued tokens of a row end."""
         self._steps: deque[QueuedStep] = deque()
-        self._results: deque[tuple[Step, HiddenStates] | ProtocolError] = deque()
+        self._results: deque[FinishedStep | ProtocolError] = deque()
         self._has_results = asyncio.Event()
         """Set while there are results. After waiting for it, check again: another task may have
         taken them."""
@@ -194,7 +203,7 @@ class SessionQueue(ScheduledSession):
     def next_output_bytes(self) -> int | None:
         """Size of the next output in bytes; None without one."""
         result = self._results[0] if self._results else None
-        return None if result is None or isinstance(result, ProtocolError) else result[1].nbytes
+        return None if result is None or isinstance(result, ProtocolError) else result.output.nbytes
 
     @property
     def has_failed(self) -> bool:
@@ -216,8 +225,8 @@ class SessionQueue(ScheduledSession):
         if isinstance(self._results[0], ProtocolError):
             raise self._results[0]
 
-    def take_output(self) -> tuple[Step, HiddenStates] | None:
-        """Return the next finished step and its output [T, D]; None without one."""
+    def take_output(self) -> FinishedStep | None:
+        """Return the next finished step; None without one."""
         if self.next_output_bytes is None:
             return None
         result = self._results.popleft()
@@ -267,7 +276,7 @@ class SessionQueue(ScheduledSession):
         for queued in batch.completed_steps:
             self._steps.popleft()
             assert queued.output is not None
-            self._results.append((queued.step, queued.output))
+            self._results.append(FinishedStep(queued.step, queued.hidden, queued.output))
         self._update_counts()
 
     def fail(self, error: Exception) -> None:

@@ -14,9 +14,10 @@ import torch
 
 from nesa_node.compression import tensors
 from nesa_node.compression.codecs import UNCOMPRESSED
-from nesa_node.compression.tensors import HiddenStates
+from nesa_node.compression.tensors import HiddenStates, TensorMeta
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.logging import get_logger
+from nesa_node.server.scheduler.session_queue import FinishedStep
 from nesa_node.server.session.session_state import MIN_THREADED_BYTES, SessionState
 from nesa_node.swarm.p2p.tasks import running_in_background
 from nesa_node.swarm.protocol.link_encoder import (
@@ -31,9 +32,11 @@ from nesa_node.swarm.protocol.messages import (
     ErrorMessage,
     Output,
     Received,
+    RowSlice,
     Step,
 )
-from nesa_node.swarm.protocol.replay_buffer import ReplaySlice, SentStep
+from nesa_node.swarm.protocol.replay_buffer import ReplaySlice, SentStep, last_positions
+from nesa_node.swarm.protocol.seal_messages import Disclosed
 from nesa_node.swarm.protocol.stream import Stream
 
 log = get_logger(__name__)
@@ -146,12 +149,14 @@ class OutputSender:
             return self._client.can_send_now
         return self._stream is None or self._stream.is_writable
 
-    async def emit(self, step: Step, output: HiddenStates) -> None:
-        """Keep and send the output [T, D] of a step.
+    async def emit(self, finished: FinishedStep) -> None:
+        """Keep, seal and send the output of a step.
 
         Raises `ProtocolError("not_finite")` for an output that the next node would have to report:
         a client's large inputs suffice to make a node compute one.
         """
+        step, hidden, output = finished
+        await self._state.sealer.add_inputs(step.rows, hidden)
         if self._downstream is None:
             # An output for the client is compressed once the wanted tokens are known.
             meta, payload = output.meta, output.payload
@@ -162,6 +167,7 @@ class OutputSender:
         kept = SentStep(step.step, step.rows, step.want, meta, payload, via)
         if self._downstream is not None:
             self._state.replay_buffer.append(kept)
+            await self._state.sealer.add_outputs(step.rows, meta, payload)
         await self._send(ReplaySlice.of_step(kept), step.epoch)
 
     def abort_other_than(self, downstream: Downstream | None) -> None:
@@ -235,8 +241,10 @@ class OutputSender:
 
     async def _send_to_client(self, sent_step: SentStep, epoch: int) -> None:
         meta, payload = sent_step.meta, sent_step.payload
+        sent_rows = sent_step.rows
         if sent_step.want == "last" and any(row_slice.count > 1 for row_slice in sent_step.rows):
             ends = torch.tensor([row_slice.count for row_slice in sent_step.rows]).cumsum(0) - 1
+            sent_rows = last_positions(sent_rows)
             meta, payload = await self.client_wire.encode_off_loop(
                 HiddenStates.from_tensor(sent_step.decode()[ends])
             )
@@ -246,11 +254,33 @@ class OutputSender:
             meta, payload = await self.client_wire.encode_off_loop(
                 HiddenStates.from_tensor(sent_step.decode())
             )
+        await self._state.sealer.add_outputs(sent_rows, meta, payload)
         via = extend_via(sent_step.via, meta.codec)
         await self._client.send(
             Output(epoch=epoch, step=sent_step.step, rows=sent_step.rows, tensor=meta, via=via),
             payload,
         )
+
+    async def disclose(self, rows: Sequence[RowSlice]) -> None:
+        """Send the client the outputs that were pushed for `rows`, as their receiver decoded them.
+
+        Raises `ProtocolError("not_kept")`, also after some were sent.
+        """
+        start, until = [0] * self._state.opened.rows, [0] * self._state.opened.rows
+        for part in rows:
+            if part.row >= len(start):
+                raise ProtocolError("bad_rows", f"row {part.row} does not exist")
+            start[part.row], until[part.row] = part.position, part.position + part.count
+        lacking = sum(until) - sum(start)
+        for held in self._state.replay_buffer.iter_steps(start, until):
+            sent_step = await held.materialize()
+            meta, payload = tensors.encode(sent_step.decode())
+            await self._client.send(Disclosed(rows=sent_step.rows, tensor=meta), payload)
+            lacking -= meta.shape[0]
+        if lacking:
+            raise ProtocolError("not_kept", f"the outputs of {lacking} positions are not here")
+        nothing = TensorMeta(self._state.opened.dtype, (0, self._state.blocks.hidden_size))
+        await self._client.send(Disclosed(rows=(), tensor=nothing), b"")
 
     async def _report_lost(self, peer: str, reason: str) -> None:
         """Tell the client, which links a replacement; until then outputs are only stored."""

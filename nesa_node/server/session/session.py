@@ -23,8 +23,9 @@ from nesa_node.server.session.session_state import (
 )
 from nesa_node.server.session.transfer import TRANSFER_CHUNK_TOKENS, SessionDonor, TransferReceiver
 from nesa_node.swarm.p2p.tasks import wait_until_done
-from nesa_node.swarm.protocol.messages import Downstream, Link, Pages, Step, Sync
+from nesa_node.swarm.protocol.messages import Downstream, Link, Pages, RowSlice, Step, Sync
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer
+from nesa_node.swarm.protocol.seal_messages import SEALED_SINCE
 from nesa_node.swarm.protocol.stream import Stream
 
 log = get_logger(__name__)
@@ -33,6 +34,9 @@ MAX_QUEUED_STEPS = 64
 MAX_EARLY_PUSHES = 2
 """Pushes that may wait for their epoch: of a node that replaced the upstream, and of one that
 replaced it in turn."""
+MAX_DISCLOSURES = 4
+"""Times that a session's client may have outputs disclosed: each sends as much as the session did.
+"""
 MAX_INLINE_OUTPUT_BYTES = 32 * 1024
 """Largest output that the task which received the step may send itself."""
 
@@ -82,6 +86,7 @@ class Session:
         self._upstream_task: asyncio.Task[None] | None = None
         self._upstream_stream: Stream | None = None
         self._num_checking = 0
+        self._disclosures = 0
         self._closed = False
 
     @property
@@ -189,6 +194,27 @@ class Session:
         lengths = await self.donor.sync(to)
         log.info("session_handed_over", peer=to.peer, lengths=lengths)
         return lengths
+
+    async def seal(self) -> None:
+        """Send the client a seal of what its rows hold. Raises `ProtocolError` for old clients."""
+        self._require_sealed()
+        async with self._emit_lock:
+            await self.client.send(self.state.sealer.make_seal(self.state.epoch, requested=True))
+
+    async def disclose(self, rows: Sequence[RowSlice]) -> None:
+        """Send the client the outputs that were kept of `rows`. Raises `ProtocolError`."""
+        self._require_sealed()
+        if self._disclosures == MAX_DISCLOSURES:
+            raise ProtocolError(
+                "not_kept", f"outputs are disclosed {MAX_DISCLOSURES} times at most"
+            )
+        self._disclosures += 1
+        self.active_at = time.monotonic()
+        await self.sender.disclose(rows)
+
+    def _require_sealed(self) -> None:
+        if self.opened.version < SEALED_SINCE:
+            raise ProtocolError("unexpected", "this session was opened without seals")
 
     def check_donor(self, peer: PeerId) -> None:
         """Raises `ProtocolError` unless `peer` may fill the session now."""
@@ -303,12 +329,14 @@ class Session:
         async with self._emit_lock:
             result = self._queue.take_output()
             # A task that began a new epoch is waiting to truncate this step; it must not be sent.
-            if result is not None and result[0].epoch == self.state.epoch:
+            if result is not None and result.step.epoch == self.state.epoch:
                 self.state.publish_prefix()
-                await self.sender.emit(*result)
+                await self.sender.emit(result)
                 self.emitted_steps += 1
                 if self.first_step_times is None:
                     self.first_step_times = self._first_came_at, time.time()
+                if self.state.sealer.is_due:
+                    await self.client.send(self.state.sealer.make_seal(self.state.epoch))
         self.active_at = time.monotonic()
         await self._notify()
 

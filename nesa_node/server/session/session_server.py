@@ -36,6 +36,7 @@ from nesa_node.server.session.message_loop import (
 )
 from nesa_node.server.session.neighbours import NeighbourLookup, dial_downstream, dial_successor
 from nesa_node.server.session.output_sender import OutputSender
+from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.server.session.session import Session
 from nesa_node.server.session.session_state import SessionState, check_prefix
 from nesa_node.server.session.transfer import SessionDonor, TransferReceiver
@@ -47,6 +48,7 @@ from nesa_node.swarm.protocol.link_encoder import LinkEncoder, get_link_speed, r
 from nesa_node.swarm.protocol.messages import (
     VERSION,
     Closed,
+    Computation,
     Open,
     Opened,
     Pages,
@@ -84,6 +86,7 @@ class SessionServer:
         admission: Admission,
         training: TrainingServer,
         adapters: LoadedAdapters,
+        computation: Computation,
         *,
         swarm_key: str | None = None,
         step_timeout_s: float = 30.0,
@@ -97,6 +100,7 @@ class SessionServer:
         self._admission = admission
         self._training = training
         self._adapters = adapters
+        self._computation = computation
         self._num_trainings = 0
         self._swarm_key = swarm_key
         self._step_timeout_s = step_timeout_s
@@ -231,8 +235,14 @@ class SessionServer:
                     session=session_name(opened.session),
                     adapter=adapter,
                 ) as queue:
+                    sealer = SessionSealer(self._swarm.identity, opened, self._computation)
                     state = SessionState(
-                        opened, stream.peer, queue, grant.reservation, self._admission.limits
+                        opened,
+                        stream.peer,
+                        queue,
+                        grant.reservation,
+                        self._admission.limits,
+                        sealer,
                     )
                     dial = partial(dial_downstream, *reach)
                     sender = OutputSender(stream, wire, state, dial, push_scope)
@@ -259,6 +269,8 @@ class SessionServer:
                         held=session.state.lengths,
                         codecs=codec_names(),
                         adapter=opened.adapter,
+                        nonce=session.state.sealer.nonce,
+                        computation=self._computation,
                     )
                 )
                 trace.end_opening()

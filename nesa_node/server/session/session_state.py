@@ -25,6 +25,7 @@ from nesa_node.engine.cache.pages import PAGE_TOKENS, CacheReservation
 from nesa_node.engine.cache.prefix_index import PrefixKey
 from nesa_node.server.scheduler.session_queue import SessionQueue
 from nesa_node.server.session.admission import AdmissionLimits
+from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.swarm.protocol.link_encoder import (
     OFF_LOOP_BYTES,
     check_codec_allowed,
@@ -54,6 +55,7 @@ class SessionState:
         queue: SessionQueue,
         reservation: CacheReservation,
         limits: AdmissionLimits,
+        sealer: SessionSealer,
     ) -> None:
         """Let the queue's empty tables begin with matching cached pages."""
         self.opened = opened
@@ -64,6 +66,7 @@ class SessionState:
         self.last_accepted: tuple[Step, bytes | bytearray] | None = None
         """Last step of this epoch, with its content."""
         self.replay_buffer = ReplayBuffer()
+        self.sealer = sealer
         self.emit_from: Sequence[int] = [0] * opened.rows
         """By row, the first position whose output the receiver lacks."""
         self._epoch_lengths: Sequence[int] | None = None
@@ -147,6 +150,7 @@ class SessionState:
                 for done, keys in zip(self._published_pages, self._prefix_keys, strict=True)
             ]
         self.replay_buffer.truncate(lengths)
+        self.sealer.truncate(lengths)
         self.emit_from = [min(pair) for pair in zip(self.emit_from, lengths, strict=True)]
 
     def reorder(self, sources: Sequence[int]) -> None:
@@ -156,6 +160,7 @@ class SessionState:
         self._prefix_keys = [self._prefix_keys[source] for source in sources]
         self._published_pages = [self._published_pages[source] for source in sources]
         self.replay_buffer.reorder(sources)
+        self.sealer.reorder(sources)
         self.emit_from = [self.emit_from[source] for source in sources]
 
     def store_output(self, sent_step: SentStep) -> None:

@@ -54,6 +54,7 @@ from nesa_node.swarm.protocol.messages import (
     TransferOpen,
     TransferOpened,
 )
+from nesa_node.swarm.protocol.seal_messages import Disclose, Disclosed, Seal, SealRequest
 from nesa_node.swarm.protocol.training_messages import (
     TrainApplied,
     TrainApply,
@@ -86,6 +87,7 @@ AnyMessage = (
     | RolledBack | Ping | Pong | Leaving | Cancel | Close | Closed | ErrorMessage | HandOver
     | HandedOver | TransferOpen | TransferOpened | Pages | Sync | Synced | Reorder
     | Reordered | Probe | Received
+    | SealRequest | Seal | Disclose | Disclosed
     | TrainOpen | TrainOpened | TrainBegin | TrainBegan | TrainForward | TrainOutput
     | TrainBackward | TrainGradient | TrainNorm | TrainNormed | TrainApply | TrainApplied
     | TrainCollect | TrainGradients | TrainReduced | TrainFetch | TrainParameters
@@ -96,7 +98,7 @@ AnyMessage = (
 )  # fmt: skip
 
 _WithTensor = (
-    Step | Output | Pages | Probe
+    Step | Output | Pages | Probe | Disclosed
     | TrainForward | TrainOutput | TrainBackward | TrainGradient | TrainTensor
 )  # fmt: skip
 

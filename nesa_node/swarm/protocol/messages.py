@@ -10,7 +10,7 @@ from msgspec import Meta
 from nesa_node.compression.tensors import TensorMeta
 
 PROTOCOL = "/nesa/session"
-VERSION = (1, 6)
+VERSION = (1, 7)
 
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24
@@ -85,6 +85,15 @@ class Open(Message, frozen=True, tag="open"):
     any other length are ignored."""
 
 
+class Computation(msgspec.Struct, frozen=True):
+    """What a node declares to compute with."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    quantization: Annotated[str, Meta(max_length=16, pattern="^[!-~]+$")]
+    backend: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[ -~]+$")]
+    """`cpu`, or the name of a GPU."""
+
+
 class Opened(Message, frozen=True, tag="opened"):
     """Node to client: the session is reserved."""
 
@@ -99,6 +108,10 @@ class Opened(Message, frozen=True, tag="opened"):
     """Codecs that the node decodes beside "none"."""
     adapter: AdapterName = b""
     """As in `open`. A node of protocol 1.5 or older knows none."""
+    nonce: Annotated[bytes, Meta(max_length=16)] = b""
+    """Drawn by the node, for its seals of this session: no session can be opened twice alike."""
+    computation: Computation | None = None
+    """None from nodes of protocol 1.6 or older, which seal nothing."""
 
 
 class Busy(Message, frozen=True, tag="busy"):

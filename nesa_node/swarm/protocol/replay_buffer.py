@@ -51,6 +51,11 @@ class SentStep:
         return tensors.decode(self.meta, self.payload, max_bytes=self.meta.max_nbytes)
 
 
+def last_positions(rows: Sequence[RowSlice]) -> tuple[RowSlice, ...]:
+    """The last position of each of `rows`."""
+    return tuple(RowSlice(part.row, part.position + part.count - 1, 1) for part in rows)
+
+
 class RowSegment(NamedTuple):
     """Consecutive tokens of a row within a sent step; rows copied by a reorder share them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from nesa_node.cli.app import run_command
 from nesa_node.client.routing.planner import ChainPlan, describe_decision
+from nesa_node.client.verification.auditor import AuditRecord
 from nesa_node.core.decision_log import DecisionLog, LoggedDecision
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chain_request import ChainRequest, CostWeights
@@ -138,3 +139,20 @@ def test_a_session_says_how_long_its_prompt_was(
         log.add(LoggedDecision("session", name * 16, 1.8e9, body))
     assert "\na step was expected" in _explain(capsys, "aaaa")
     assert "share of a prompt of 300 tokens" in _explain(capsys, "bbbb")
+
+
+def test_an_audit_says_what_it_found_and_how_soon_a_liar_is_found(
+    log: DecisionLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = AuditRecord(
+        peer=PeerId(PEERS[0]), blocks=(3, 5), outcome="failed", drawn_with=0.1, tokens=64
+    )
+    measured = replace(record, worst=0.05, mean=0.04, of_allowed=4.0)
+    for body in (measured, replace(record, outcome="not audited", reason="no weights here")):
+        log.add(LoggedDecision("audit", "cc" * 16, 1.8e9, asdict(body)))
+    text = _explain(capsys, "cccc")
+    assert f"audit of …{PEERS[0][-6:]}, blocks 3:5, by the client" in text
+    assert "64 tokens: worst error 0.05, mean 0.04, 4 of what is allowed" in text
+    assert "found within 29 of them" in text
+    assert "no weights here" in text
+    assert f"…{PEERS[0][-6:]} 3:5 not audited" in _explain(capsys)

@@ -12,6 +12,8 @@ from tests.client.scripted_nodes import request
 
 
 class ScriptedLink:
+    is_audited = False
+
     def __init__(self, hop: Hop) -> None:
         self.hop = hop
 

@@ -31,7 +31,7 @@ async def test_a_node_that_cannot_be_measured_is_believed_half_of_what_it_claims
     swarm: Any = SimpleNamespace(
         rtts=SimpleNamespace(ping_all=AsyncMock()), transport=SimpleNamespace(), directory=None
     )
-    planner = ChainPlanner(swarm, audit=AsyncMock(return_value=None))
+    planner = ChainPlanner(swarm, measure_speed=AsyncMock(return_value=None))
     node = NodeState(PeerId("evasive"), Span(0, 4), decode_tokens_per_s=100.0)
     snapshot = Snapshot(ModelId("tiny@0"), 4, (node,), taken_at=0.0)
     hops = (Hop(node.peer_id, node.span),)

@@ -14,8 +14,9 @@ from nesa_node.compression.codecs import allowed_codecs
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.ids import PeerId
 from nesa_node.server.session.output_sender import OutputSender
+from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.server.session.session_state import SessionState
-from nesa_node.swarm.protocol.messages import Downstream, Message, Mode, RowSlice
+from nesa_node.swarm.protocol.messages import VERSION, Downstream, Message, Mode, RowSlice
 from nesa_node.swarm.protocol.replay_buffer import ReplaySlice, SentStep
 from tests.turns import turns_of_the_loop
 
@@ -52,13 +53,22 @@ def state_of(mode: Mode) -> SessionState:
         quality="balanced",
         epoch=0,
         donor="leaver",
+        version=VERSION,
+        secret=b"k" * 32,
         blocks=(0, 1),
     )
     table = SimpleNamespace(length=7, reuse_prefix=lambda _: None, truncate=lambda _: None)
     blocks = SimpleNamespace(hidden_size=HIDDEN)
     queue: Any = SimpleNamespace(tables=[table], blocks=blocks)
     limits: Any = SimpleNamespace(trusted=())
-    return SessionState(opened, PeerId("client"), queue, cast(Any, None), limits)
+    return SessionState(
+        opened,
+        PeerId("client"),
+        queue,
+        cast(Any, None),
+        limits,
+        SessionSealer(cast(Any, None), opened, cast(Any, None)),
+    )
 
 
 def stored_outputs(state: SessionState, end: int) -> list[ReplaySlice]:

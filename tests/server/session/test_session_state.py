@@ -11,8 +11,9 @@ from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.server.scheduler.session_queue import SessionQueue
+from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.server.session.session_state import SessionState, StepSequencer, decode_step
-from nesa_node.swarm.protocol.messages import RowSlice, Step
+from nesa_node.swarm.protocol.messages import VERSION, RowSlice, Step
 
 SESSION = b"s" * 16
 HIDDEN = 8
@@ -35,13 +36,22 @@ class Inbox(StepSequencer):
             quality="exact",
             epoch=0,
             donor=None,
+            version=VERSION,
+            secret=b"k" * 32,
             prefix=(),
             blocks=(0, 1),
         )
         client = PeerId("client")
         queue = SessionQueue(tables, blocks, client=client, priority=0, dtype=torch.float32)
         limits: Any = SimpleNamespace(trusted=())
-        self.state = SessionState(opened, client, queue, cast(Any, None), limits)
+        self.state = SessionState(
+            opened,
+            client,
+            queue,
+            cast(Any, None),
+            limits,
+            SessionSealer(cast(Any, None), opened, cast(Any, None)),
+        )
         super().__init__(self.state, self._outgrow)
 
     def accept(self, step: Step, content: Any) -> bool:

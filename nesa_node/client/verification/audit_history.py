@@ -1,0 +1,107 @@
+"""What a user's audits said of each node, kept on disk: passed audits, and nodes not used any more.
+
+A local SQLite file, since several programs of a user may write at once. It is never sent anywhere.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+
+log = get_logger(__name__)
+
+AuditOutcome = Literal["passed", "failed", "unclear", "uncalibrated", "not audited"]
+"""An "unclear" one found an error that may be another node's."""
+
+NEWCOMER_RATE_FACTOR = 10.0
+"""How many times as often newcomers are drawn."""
+TRUSTED_AFTER_AUDITS = 3
+"""Passed audits after which a node is no newcomer."""
+MAX_PEERS = 10_000
+"""Most nodes kept, by when they were last audited. Barred ones beyond them are forgotten, too:
+identities are free, so that a list of them could grow for ever."""
+_LOCK_TIMEOUT_S = 2.0
+_TABLE = """
+create table if not exists peers (
+    peer text primary key,
+    passed integer not null default 0,
+    barred_for text not null default '',
+    audited_at real not null
+)
+"""
+_ADD = """
+insert into peers (peer, passed, barred_for, audited_at) values (:peer, :passed, :reason, :now)
+on conflict (peer) do update set passed = passed + :passed, audited_at = :now,
+    barred_for = case when :reason = '' then barred_for else :reason end
+"""
+_FORGET = """
+delete from peers where peer in (select peer from peers order by audited_at desc
+    limit -1 offset :limit)
+"""
+
+
+class AuditHistory:
+    """Passed audits of nodes, and why nodes are barred. Changes are written at once.
+
+    What cannot be read or written is logged and known to this process alone.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """`path=None` keeps nothing."""
+        self._path = path
+        self._passed: dict[PeerId, int] = {}
+        self.barred: dict[PeerId, str] = {}
+        """Why nodes are not used, by node."""
+        for peer, passed, reason in self._read():
+            self._passed[PeerId(peer)] = passed
+            if reason:
+                self.barred[PeerId(peer)] = reason
+
+    def draw_rate(self, peer: PeerId, rate: float) -> float:
+        """Probability that a session's work at `peer` is audited, where `rate` is the usual one."""
+        is_newcomer = self._passed.get(peer, 0) < TRUSTED_AFTER_AUDITS
+        return min(rate * NEWCOMER_RATE_FACTOR, 1.0) if is_newcomer else rate
+
+    def record_passed(self, peer: PeerId) -> None:
+        self._passed[peer] = self._passed.get(peer, 0) + 1
+        self._write(peer, 1, "")
+
+    def bar(self, peer: PeerId, reason: str) -> None:
+        """Do not use `peer` any more."""
+        self.barred[peer] = reason
+        self._write(peer, 0, reason)
+
+    def _read(self) -> list[tuple[str, int, str]]:
+        if self._path is None or not self._path.exists():
+            return []
+        try:
+            with self._open(self._path) as database:
+                return database.execute("select peer, passed, barred_for from peers").fetchall()
+        except sqlite3.Error as error:
+            log.warning("audits_not_read", path=str(self._path), reason=str(error))
+            return []
+
+    def _write(self, peer: PeerId, passed: int, reason: str) -> None:
+        if self._path is None:
+            return
+        values = {"peer": peer, "passed": passed, "reason": reason, "now": time.time()}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._open(self._path) as database, database:
+                database.execute(_ADD, values)
+                database.execute(_FORGET, {"limit": MAX_PEERS})
+        except (OSError, sqlite3.Error) as error:
+            log.warning("audit_not_kept", path=str(self._path), reason=str(error))
+
+    @contextmanager
+    def _open(self, path: Path) -> Iterator[sqlite3.Connection]:
+        with closing(sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S)) as database:
+            database.execute(_TABLE)
+            yield database

@@ -1,0 +1,252 @@
+"""A client's audits: which sessions are drawn, what is computed again, and what follows.
+
+A node cannot know that it is audited before it has sealed what it did: draws are the client's
+secret, and probes beside the work, which a node could answer honestly, are not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from nesa_node.client.verification.audit_history import AuditHistory, AuditOutcome
+from nesa_node.client.verification.node_recomputation import NodeRecomputation
+from nesa_node.client.verification.recomputation import missing_bytes, recompute
+from nesa_node.client.verification.referee import Referee
+from nesa_node.client.verification.session_audit import (
+    HopWork,
+    NotAuditedError,
+    SealMismatchError,
+    SessionAudit,
+    SessionAuditor,
+)
+from nesa_node.core.decision_log import DecisionLog, LoggedDecision
+from nesa_node.core.errors import NesaError
+from nesa_node.core.ids import PeerId
+from nesa_node.core.logging import get_logger
+from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.routing.chains import Hop
+from nesa_node.swarm.p2p.tasks import TaskSet
+from nesa_node.swarm.protocol.stream import peer_timeout
+from nesa_node.verification.comparison import (
+    Comparison,
+    ComputationKind,
+    compare_rows,
+    find_threshold,
+)
+
+log = get_logger(__name__)
+
+MAX_TOKEN_BLOCKS = 1 << 16
+"""Tokens times blocks from which on an audit is made less often: the same work on average. Longer
+sessions are computed again whole or not at all, so that no part of them is safe to lie in."""
+MAX_WAITING = 8
+"""Most audits at once, made one after another: each holds a session's hidden states."""
+COLLECT_TIMEOUT_S = 20.0
+"""Time for a session's work at one hop to be sealed and disclosed, before the session closes."""
+CLOSE_TIMEOUT_S = 60.0
+"""Time on closing for audits that were drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRecord:
+    """Outcome of an audit. Errors are relative, `of_allowed` the worst of the one allowed."""
+
+    peer: PeerId
+    blocks: tuple[int, int]
+    outcome: AuditOutcome
+    auditor: str = "client"
+    """Which computed the work again: this client or, by its peer id, a node."""
+    drawn_with: float
+    """Probability with which this node's work in a session was drawn."""
+    tokens: int = 0
+    worst: float | None = None
+    mean: float | None = None
+    of_allowed: float | None = None
+    reason: str = ""
+
+
+class Auditor(SessionAuditor):
+    """Audits of one connection's sessions. `rate` is the share of hops whose work is audited.
+
+    `bar` is told of nodes that gave wrong activations, twice by computation.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        rate: float,
+        history: AuditHistory,
+        *,
+        rng: random.Random,
+        decisions: DecisionLog | None = None,
+    ) -> None:
+        self.history = history
+        self.outcomes: Counter[AuditOutcome] = Counter()
+        self.nodes: NodeRecomputation | None = None
+        """Other nodes that may compute work again; None: none may."""
+        self.prefers_nodes = False
+        """Whether they do so even where this client has the weights."""
+        self._checkpoint = checkpoint
+        self._rate = rate
+        self._rng = rng
+        self._decisions = decisions
+        self._tasks = TaskSet()
+        self._turn = asyncio.Lock()
+
+    def draws(self, peer: PeerId) -> bool:
+        """See `SessionAuditor`."""
+        return self._rng.random() < self.history.draw_rate(peer, self._rate)
+
+    async def audit(self, session: SessionAudit, lengths: Sequence[int], name: bytes) -> None:
+        """See `SessionAuditor`."""
+        if not any(lengths):
+            return
+        for link in session.audited_links():
+            if len(self._tasks) >= MAX_WAITING or self._is_too_long(link.hop, sum(lengths)):
+                continue
+            try:
+                async with peer_timeout(
+                    link.hop.peer_id, COLLECT_TIMEOUT_S, "its work was collected"
+                ):
+                    work = await session.collect(link, lengths)
+            except SealMismatchError as error:
+                self._finish(name, self._record(link.hop, "failed", str(error)))
+            except (NesaError, OSError) as error:
+                self._finish(name, self._record(link.hop, "not audited", str(error)))
+            else:
+                self._tasks.start(self._audit_work(work), name="audit")
+
+    async def close(self) -> None:
+        """Wait for audits that were drawn, but not for long."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._tasks.join()
+        except TimeoutError:
+            log.warning("audits_not_finished", audits=len(self._tasks))
+            await self._tasks.close()
+
+    def _is_too_long(self, hop: Hop, tokens: int) -> bool:
+        size = tokens * len(hop.span)
+        return self._rng.random() * size >= MAX_TOKEN_BLOCKS
+
+    async def _audit_work(self, work: HopWork) -> None:
+        hop = Hop(work.peer, work.span)
+        async with self._turn:
+            try:
+                records = await self._compute_again(work, hop)
+            except (NesaError, OSError) as error:
+                records = [self._record(hop, "not audited", str(error))]
+        for record in records:
+            self._finish(work.session, record)
+
+    async def _compute_again(self, work: HopWork, hop: Hop) -> list[AuditRecord]:
+        missing = await asyncio.to_thread(missing_bytes, self._checkpoint, work)
+        if missing or self.prefers_nodes:
+            if self.nodes is None:
+                raise NotAuditedError(
+                    f"its weights, {missing:,} bytes, are not here, and other nodes are not to see "
+                    "the hidden states of this session (--auditors nodes)"
+                )
+            return await self._audit_at_node(work, hop, self.nodes)
+        found = await asyncio.to_thread(self._compare, work)
+        return [self._describe(hop, found, is_own=work.is_own)]
+
+    async def _audit_at_node(
+        self, work: HopWork, hop: Hop, nodes: NodeRecomputation
+    ) -> list[AuditRecord]:
+        if any(len(row.prefix_LD) for row in work.rows):
+            raise NotAuditedError("the inputs of a reused prefix are not known")
+        holders = await nodes.find_holders(work)
+        if not holders:
+            raise NotAuditedError("no other node has all its blocks in this kind of weights")
+        other = holders[0]
+        inputs = [row.inputs_LD for row in work.rows]
+        outputs = await nodes.run(other, work.span, inputs, work.computation)
+        kind = self._kind(work)
+        found = compare_rows(
+            [row.outputs_PD for row in work.rows],
+            [out_LD[list(row.positions)] for out_LD, row in zip(outputs, work.rows, strict=True)],
+            find_threshold(kind, len(work.span)),
+        )
+        record = replace(self._describe(hop, found, is_own=work.is_own), auditor=other)
+        if record.outcome != "failed":
+            return [record]
+        referee = Referee(self._checkpoint, nodes)
+        verdicts = await referee.find_liars(work, replace(kind, codec="none"), other, outputs)
+        records = [
+            self._record(Hop(verdict.peer, verdict.span), "failed", verdict.reason)
+            for verdict in verdicts
+        ]
+        if all(verdict.peer != work.peer for verdict in verdicts):
+            reason = f"{other}, which computed it again, did so wrongly"
+            records.append(self._record(hop, "not audited", reason))
+        return records
+
+    def _kind(self, work: HopWork) -> ComputationKind:
+        declared = work.computation
+        return ComputationKind(
+            self._checkpoint.config.model_type,
+            declared.dtype,
+            declared.quantization,
+            declared.backend,
+            work.codec,
+        )
+
+    def _compare(self, work: HopWork) -> Comparison:
+        allowed = find_threshold(self._kind(work), len(work.span))
+        given = [row.outputs_PD for row in work.rows]
+        expected = recompute(self._checkpoint, work)
+        found = compare_rows(given, expected, allowed)
+        if found.outcome != "failed" or not work.is_own:
+            return found
+        # From weights that are read anew, and rounded otherwise: this machine may err, too, and the
+        # model be one whose honest errors are larger than those of the models that were fitted.
+        again = recompute(self._checkpoint, work, by_token=True)
+        if compare_rows(given, again, allowed).outcome != "failed":
+            raise NotAuditedError("two computations of this client disagree about it")
+        own = compare_rows(again, expected, allowed)
+        if not found.exceeds(own):
+            raise NotAuditedError("two computations of this client differ as much")
+        return found
+
+    def _record(self, hop: Hop, outcome: AuditOutcome, reason: str) -> AuditRecord:
+        blocks = hop.span.start, hop.span.end
+        return AuditRecord(
+            peer=hop.peer_id,
+            blocks=blocks,
+            outcome=outcome,
+            drawn_with=self.history.draw_rate(hop.peer_id, self._rate),
+            reason=reason,
+        )
+
+    def _describe(self, hop: Hop, found: Comparison, *, is_own: bool) -> AuditRecord:
+        is_unclear = found.outcome == "failed" and not is_own
+        reason = "its cache had tokens of an earlier session or node" if is_unclear else ""
+        return replace(
+            self._record(hop, "unclear" if is_unclear else found.outcome, reason),
+            tokens=found.tokens,
+            worst=found.worst,
+            mean=found.mean,
+            of_allowed=found.of_allowed,
+        )
+
+    def _finish(self, session: bytes, record: AuditRecord) -> None:
+        self.outcomes[record.outcome] += 1
+        if record.outcome == "passed":
+            self.history.record_passed(record.peer)
+        elif record.outcome == "failed":
+            reason = record.reason or f"its errors are {record.of_allowed:.3g} x those allowed"
+            self.history.bar(record.peer, f"wrong activations of blocks {record.blocks}: {reason}")
+        is_wrong = record.outcome == "failed"
+        event, told = "node_audited", asdict(record)
+        (log.error if is_wrong else log.info)("wrong_activations" if is_wrong else event, **told)
+        if self._decisions is not None:
+            try:
+                self._decisions.add(LoggedDecision("audit", session.hex(), time.time(), told))
+            except OSError as error:
+                log.warning("decision_not_logged", reason=str(error))

@@ -1,0 +1,120 @@
+"""Which of two nodes lies that computed the same blocks differently: their dispute is halved.
+
+Both are asked, in ordinary sessions, for half of the blocks, from what both agree on; down to one
+block, whose weights the client has or fetches. A node that answers honestly now contradicts what it
+sealed before.
+
+L tokens of a row, P positions of it whose outputs are known, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from nesa_node.client.verification.node_recomputation import NodeRecomputation
+from nesa_node.client.verification.recomputation import missing_bytes, recompute
+from nesa_node.client.verification.session_audit import HopWork, NotAuditedError, RowWork
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.verification.comparison import (
+    ComputationKind,
+    compare_rows,
+    find_threshold,
+)
+
+MAX_FETCHED_BYTES = 2**31
+"""Most bytes of weights that are fetched to settle a dispute."""
+
+Rows = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A node that computed `span` wrongly, and why that is known."""
+
+    peer: PeerId
+    span: Span
+    reason: str
+
+
+class Referee:
+    """Settles disputes between an audited node and one that computed its work again."""
+
+    def __init__(self, checkpoint: Checkpoint, nodes: NodeRecomputation) -> None:
+        self._checkpoint = checkpoint
+        self._nodes = nodes
+
+    async def find_liars(
+        self, work: HopWork, kind: ComputationKind, other: PeerId, outputs: Rows
+    ) -> list[Verdict]:
+        """The audited node, or `other`, which computed `outputs` [L, D], or both.
+
+        Raises `NotAuditedError` where neither is found, and what sessions at the two raise.
+        """
+        states: Rows = [row.inputs_LD for row in work.rows]
+        again = await self._run(work.peer, work.span, states, work)
+        given = [row.outputs_PD for row in work.rows]
+        known = [out_LD[list(row.positions)] for out_LD, row in zip(again, work.rows, strict=True)]
+        if self._differ(kind, work.span, given, known):
+            why = "what it computes now is not what it sealed"
+            return [Verdict(work.peer, work.span, why)]
+        peers = work.peer, other
+        start, end = work.span.start, work.span.end
+        disputed = again, outputs
+        """What each gave for the blocks from where both agree to `end`."""
+        while end - start > 1:
+            half = Span(start, (start + end) // 2)
+            halves = await self._run_both(peers, half, states, work)
+            if self._differ(kind, half, *halves):
+                end, disputed = half.end, halves
+            else:
+                start, states = half.end, halves[1]
+        block = Span(start, end)
+        ours, theirs = await self._run_both(peers, block, states, work)
+        if self._differ(kind, block, ours, theirs):
+            expected = await self._compute_block(work, other, block, states)
+            reason, disputed = "this client computed the block", (ours, theirs)
+        else:
+            # Block by block both say the same: one of them said otherwise of several at once.
+            expected, block = theirs, Span(work.span.start, end)
+            reason = "of its blocks one after the other it says something else than of all at once"
+        found = [
+            Verdict(peer, block, reason)
+            for peer, claimed in zip(peers, disputed, strict=True)
+            if self._differ(kind, block, claimed, expected)
+        ]
+        if not found:
+            raise NotAuditedError(f"{other} disagreed, and does not any more")
+        return found
+
+    async def _compute_block(self, work: HopWork, other: PeerId, block: Span, states: Rows) -> Rows:
+        rows = tuple(
+            RowWork(row_LD[:0], row_LD, tuple(range(len(row_LD))), row_LD) for row_LD in states
+        )
+        alone = replace(work, span=block, first_block=block.start, rows=rows)
+        if (nbytes := missing_bytes(self._checkpoint, alone)) > MAX_FETCHED_BYTES:
+            raise NotAuditedError(
+                f"{other} disagrees on block {block.start}, whose weights, {nbytes:,} bytes, are "
+                "not here"
+            )
+        return await asyncio.to_thread(recompute, self._checkpoint, alone)
+
+    async def _run_both(
+        self, peers: tuple[PeerId, PeerId], span: Span, states: Rows, work: HopWork
+    ) -> tuple[Rows, Rows]:
+        return (
+            await self._run(peers[0], span, states, work),
+            await self._run(peers[1], span, states, work),
+        )
+
+    async def _run(self, peer: PeerId, span: Span, states: Rows, work: HopWork) -> Rows:
+        return await self._nodes.run(peer, span, states, work.computation)
+
+    @staticmethod
+    def _differ(kind: ComputationKind, span: Span, given: Rows, expected: Rows) -> bool:
+        found = compare_rows(given, expected, find_threshold(kind, len(span)))
+        return found.outcome == "failed"

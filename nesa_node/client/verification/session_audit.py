@@ -1,0 +1,269 @@
+"""What an audit of a session needs: what a hop was given and gave, checked against its seal.
+
+T packed tokens, L tokens of a row, P positions of it whose outputs are known, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from nesa_node.client.recovery.retry import StepReplay
+from nesa_node.client.routing.request import RouteRequest
+from nesa_node.client.session.hop import HopLink
+from nesa_node.client.session.route import SessionRoute
+from nesa_node.compression import tensors
+from nesa_node.core.errors import NesaError, ProtocolError, RemoteError
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.swarm.protocol.messages import Computation, RowSlice
+from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer
+from nesa_node.swarm.protocol.seal_messages import SealStatement, sealed_rows
+from nesa_node.verification.seal_tree import SessionSeals
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowWork:
+    """One row of a hop's work."""
+
+    prefix_LD: torch.Tensor
+    """Inputs of the session's first block for the positions whose inputs at the hop are not known:
+    all nodes reused them."""
+    inputs_LD: torch.Tensor
+    """Inputs of the hop for the positions after those."""
+    positions: tuple[int, ...]
+    outputs_PD: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HopWork:
+    """A hop's work in a session, as it sealed it."""
+
+    peer: PeerId
+    span: Span
+    session: bytes
+    """The session's id at the client."""
+    first_block: int
+    """Of the session."""
+    computation: Computation
+    codec: str
+    """How its outputs were encoded, without parameters."""
+    rows: tuple[RowWork, ...]
+    is_own: bool
+    """Whether the hop computed all of its cache in this session: else an error may be another's."""
+
+
+class NotAuditedError(NesaError):
+    """An audit that could not be made. The message says why."""
+
+
+class SealMismatchError(NesaError):
+    """A hop's seal is not of what it was sent or what it sent."""
+
+
+_Part = tuple[RowSlice, torch.Tensor]
+"""Consecutive positions of a row, and their values [L, D]."""
+
+
+class SessionAudit:
+    """Collects the work of a session's audited hops, once it is sealed and before it is closed."""
+
+    def __init__(self, route: SessionRoute, request: RouteRequest, replay: StepReplay) -> None:
+        self._route = route
+        self._request = request
+        self._replay = replay
+
+    def audited_links(self) -> list[HopLink]:
+        """Links to collect the work of: none where the session ended within a step."""
+        if any(stage.in_flight for stage in self._replay.stages):
+            return []
+        return [link for link in self._route.links if link.is_audited and not link.is_lost]
+
+    async def collect(self, link: HopLink, lengths: Sequence[int]) -> HopWork:
+        """The work of `link` on `lengths[row]` tokens of each row.
+
+        Raises `NotAuditedError`, `SealMismatchError` where the hop's seal is of something else than
+        the client itself sent to it or had from it, and what requests to nodes raise.
+        """
+        if link.opened is None or link.opened.computation is None:
+            raise NotAuditedError("its version seals nothing")
+        if self._request.adapter:
+            raise NotAuditedError("sessions with an adapter are not audited")
+        # Sealed first: what is asked for next tells the node that it is audited.
+        sealed = await link.request_seal()
+        inputs = await self._find_inputs(link, lengths)
+        outputs = await self._find_outputs(link, lengths)
+        self._check_seal(link, sealed, lengths, inputs, outputs)
+        rows = tuple(await self._join_rows(inputs, outputs, lengths))
+        return HopWork(
+            peer=link.hop.peer_id,
+            span=link.hop.span,
+            session=self._route.session,
+            first_block=self._request.span.start,
+            computation=link.opened.computation,
+            codec="none" if not self._request.compresses else self._request.options.quality,
+            rows=rows,
+            is_own=not any(link.start_lengths) and not any(len(row.prefix_LD) for row in rows),
+        )
+
+    async def _find_inputs(self, link: HopLink, lengths: Sequence[int]) -> list[_Part]:
+        if (before := self._node_before(link)) is None:
+            return await _read_buffer(self._replay.inputs_of(link), lengths)
+        try:
+            return await self._have_disclosed(before, lengths)
+        except RemoteError as error:
+            peer = before.hop.peer_id
+            raise NotAuditedError(f"{peer} before it disclosed nothing: {error}") from error
+
+    async def _find_outputs(self, link: HopLink, lengths: Sequence[int]) -> list[_Part]:
+        if (kept := self._replay.outputs_of(link)) is not None and self._answers_client(link):
+            return await _read_buffer(kept, lengths)
+        try:
+            return await self._have_disclosed(link, lengths)
+        except RemoteError as error:
+            what = f"it discloses nothing of what it sealed: {error}"
+            raise SealMismatchError(what) from error
+
+    def _node_before(self, link: HopLink) -> HopLink | None:
+        """The node that sent `link` its inputs; None: this client did."""
+        at = self._route.links.index(link)
+        return self._route.links[at - 1] if at and self._request.is_chain else None
+
+    def _answers_client(self, link: HopLink) -> bool:
+        return not self._request.is_chain or link is self._route.links[-1]
+
+    async def _have_disclosed(self, link: HopLink, lengths: Sequence[int]) -> list[_Part]:
+        """What `link` pushed to the hop after it."""
+        rows = tuple(
+            RowSlice(row, start, length - start)
+            for row, (start, length) in enumerate(zip(link.start_lengths, lengths, strict=True))
+            if length > start
+        )
+        parts: list[_Part] = []
+        for message, payload in await link.disclose(rows) if rows else []:
+            shape = sum(part.count for part in message.rows), self._request.hidden_size
+            if (message.tensor.dtype, message.tensor.shape) != (self._request.dtype, shape):
+                raise ProtocolError("bad_tensor", "what was disclosed has another shape")
+            values_TD = tensors.decode(message.tensor, payload, max_bytes=message.tensor.max_nbytes)
+            parts += _split_rows(message.rows, values_TD)
+        return parts
+
+    def _check_seal(
+        self,
+        link: HopLink,
+        sealed: SealStatement,
+        lengths: Sequence[int],
+        inputs: Sequence[_Part],
+        outputs: Sequence[_Part],
+    ) -> None:
+        seals = SessionSeals(link.secret, self._request.rows)
+        _add_parts(seals.add_inputs, inputs, link.start_lengths)
+        _add_parts(seals.add_outputs, outputs, link.start_lengths)
+        for row, (given, known) in enumerate(
+            zip(sealed.rows, sealed_rows(seals.roots()), strict=True)
+        ):
+            if given.length != max(lengths[row], known.length):
+                what = f"row {row} is sealed with {given.length} tokens, it has {lengths[row]}"
+                raise SealMismatchError(what)
+            if given.inputs != known.inputs:
+                if self._node_before(link) is None:
+                    raise SealMismatchError("its seal is not of what it was sent")
+                raise NotAuditedError("its seal is not of what the node before it disclosed")
+            if given.outputs != known.outputs:
+                what = "sent" if self._answers_client(link) else "disclosed"
+                raise SealMismatchError(f"its seal is not of what it {what}")
+
+    async def _join_rows(
+        self, inputs: Sequence[_Part], outputs: Sequence[_Part], lengths: Sequence[int]
+    ) -> list[RowWork]:
+        rows: list[RowWork] = []
+        for row, length in enumerate(lengths):
+            first, inputs_LD = _join(inputs, row, self._request.hidden_size)
+            given = [(part, values_LD) for part, values_LD in outputs if part.row == row]
+            if not given:
+                continue
+            if first + len(inputs_LD) != length:
+                raise NotAuditedError("its inputs are not all known")
+            rows.append(
+                RowWork(
+                    await self._read_prefix(row, first if len(inputs_LD) else length),
+                    inputs_LD,
+                    tuple(
+                        at
+                        for part, _ in given
+                        for at in range(part.position, part.position + part.count)
+                    ),
+                    torch.cat([values_LD for _, values_LD in given]),
+                )
+            )
+        if not rows:
+            raise NotAuditedError("it gave no outputs")
+        return rows
+
+    async def _read_prefix(self, row: int, length: int) -> torch.Tensor:
+        """Inputs of the session's first block for the first positions of a row."""
+        until = [0] * self._request.rows
+        until[row] = length
+        parts = await _read_buffer(self._replay.first_inputs, until)
+        first, values_LD = _join(parts, row, self._request.hidden_size)
+        if first or len(values_LD) != length:
+            raise NotAuditedError("the inputs of a reused prefix are not known")
+        return values_LD
+
+
+class SessionAuditor(Protocol):
+    """Draws a session's hops when they are opened, and audits them when it closes."""
+
+    def draws(self, peer: PeerId) -> bool:
+        """Whether the session's work at `peer` is audited."""
+        ...
+
+    async def audit(self, session: SessionAudit, lengths: Sequence[int], name: bytes) -> None:
+        """Collect the work of drawn hops before the session closes; it is audited afterwards."""
+        ...
+
+
+async def _read_buffer(kept: ReplayBuffer, until: Sequence[int]) -> list[_Part]:
+    parts: list[_Part] = []
+    for held in kept.iter_steps([0] * len(until), until):
+        step = await held.materialize()
+        parts += _split_rows(step.rows, step.decode())
+    return parts
+
+
+def _split_rows(rows: Iterable[RowSlice], values_TD: torch.Tensor) -> list[_Part]:
+    parts: list[_Part] = []
+    start = 0
+    for part in rows:
+        parts.append((part, values_TD[start : start + part.count]))
+        start += part.count
+    return parts
+
+
+def _join(parts: Sequence[_Part], row: int, hidden_size: int) -> tuple[int, torch.Tensor]:
+    """First position and values of a row's consecutive parts. Raises `NotAuditedError`."""
+    own = sorted((part for part in parts if part[0].row == row), key=lambda part: part[0].position)
+    if not own:
+        return 0, torch.empty((0, hidden_size))
+    end = first = own[0][0].position
+    for part, _ in own:
+        if part.position != end:
+            raise NotAuditedError("its inputs are not all known")
+        end += part.count
+    return first, torch.cat([values_LD for _, values_LD in own])
+
+
+def _add_parts(
+    add: Callable[[int, int, bytes | memoryview, int], None],
+    parts: Sequence[_Part],
+    starts: Sequence[int],
+) -> None:
+    """Add what passed in this session: nothing before `starts[row]`."""
+    for part, values_LD in sorted(parts, key=lambda each: (each[0].row, each[0].position)):
+        skipped = min(max(starts[part.row] - part.position, 0), part.count)
+        if skipped < part.count:
+            _, values = tensors.encode(values_LD[skipped:].contiguous())
+            count = part.count - skipped
+            add(part.row, part.position + skipped, memoryview(values).cast("B"), count)

@@ -1,0 +1,301 @@
+"""Work of nodes computed again by the client, at real nodes, some of which lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nesa_node.client.verification import auditor
+from nesa_node.client.verification.node_recomputation import NodeRecomputation
+from nesa_node.client.verification.session_audit import HopWork
+from nesa_node.compression.tensors import TensorMeta, encode
+from nesa_node.core.errors import ProtocolError, RefusedError
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.settings.choices import RouteName
+from nesa_node.engine.model.blocks import ModelBlocks, TokenSlice
+from nesa_node.server.node import served_span
+from nesa_node.server.session.output_sender import OutputSender
+from nesa_node.server.session.sealing import SessionSealer
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.protocol.messages import RowSlice
+from nesa_node.swarm.protocol.seal_messages import Disclosed
+from nesa_node.verification import comparison
+from nesa_node.verification.comparison import ComputationKind, Threshold
+from tests.audit_outcomes import audit_outcomes
+from tests.client.local_models import random_ids
+from tests.e2e.joining import ROUTES, joined
+from tests.engine.tiny_models import BLOCKS, HIDDEN, reference
+from tests.same_tokens import assert_same_tokens
+from tests.swarms import in_process_swarm, thirds
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _small_models_are_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted = {
+        ComputationKind("llama", "float32", "none", "cpu"): {BLOCKS: Threshold(1e-4, 1e-4, 1e-4, 1)}
+    }
+    monkeypatch.setattr(comparison, "_load_thresholds", lambda: fitted)
+
+
+def lie(
+    monkeypatch: pytest.MonkeyPatch,
+    at: Span,
+    change: Callable[[torch.Tensor], None],
+    *,
+    in_parts: bool = False,
+    nodes: int = 1,
+) -> None:
+    """Have the first `nodes` nodes of the blocks `at` change their outputs [T, D].
+
+    With `in_parts` also those of parts of the blocks.
+    """
+    load, select = served_span._load, ModelBlocks.select
+    liars = iter(range(nodes))
+
+    def make_lying(blocks: ModelBlocks) -> ModelBlocks:
+        run = blocks.forward_buffers
+
+        def forward_buffers(pieces: list[TokenSlice], runs: Any) -> None:
+            run(pieces, runs)
+            with torch.inference_mode():
+                for piece in pieces:
+                    assert piece.buffers.output is not None
+                    change(piece.buffers.output.tensor_TD[piece.start : piece.end])
+
+        monkeypatch.setattr(blocks, "forward_buffers", forward_buffers)
+        if in_parts:
+            parts: dict[Span, ModelBlocks] = {blocks.span: blocks}
+
+            def select_lying(span: Span) -> ModelBlocks:
+                if span not in parts:
+                    parts[span] = make_lying(select(blocks, span))
+                return parts[span]
+
+            monkeypatch.setattr(blocks, "select", select_lying)
+        return blocks
+
+    def load_liar(*args: Any) -> ModelBlocks:
+        blocks = load(*args)
+        if blocks.span == at and next(liars, None) is not None:
+            return make_lying(blocks)
+        return blocks
+
+    monkeypatch.setattr(served_span, "_load", load_liar)
+
+
+def scale(output_TD: torch.Tensor) -> None:
+    output_TD.mul_(1.05)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny: Callable[[str], Path]) -> Path:
+    return tiny("llama")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_honest_nodes_pass(llama: Path, tmp_path: Path, route: RouteName) -> None:
+    prompt = random_ids(2, 40)
+    with (
+        in_process_swarm(llama, thirds(BLOCKS), tmp_path) as addresses,
+        joined(llama, addresses, route, audit=1.0) as model,
+    ):
+        tokens = model.generate(prompt, **OPTIONS)
+        model.close()
+        assert audit_outcomes(model) == {"passed": 3}
+    assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_node_that_lies_is_named(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: RouteName, place: int
+) -> None:
+    spans = thirds(BLOCKS)
+    lie(monkeypatch, spans[place], scale)
+    with (
+        in_process_swarm(llama, spans, tmp_path) as addresses,
+        joined(llama, addresses, route, audit=1.0) as model,
+    ):
+        model.generate(random_ids(1, 8), **OPTIONS)
+        model.close()
+        assert audit_outcomes(model) == {"passed": 2, "failed": 1}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_reused_prefixes_and_rollbacks_are_audited(
+    llama: Path, tmp_path: Path, route: RouteName
+) -> None:
+    prompt = random_ids(1, 80)
+    edited = torch.cat([prompt[:, :70], random_ids(1, 9, seed=5)], 1)
+    with (
+        in_process_swarm(llama, thirds(BLOCKS), tmp_path) as addresses,
+        joined(llama, addresses, route, audit=1.0) as model,
+    ):
+        for ids in (prompt, edited):
+            model.generate(ids, **OPTIONS)
+        with model.inference_session(max_length=140) as session:
+            model.generate(prompt, session=session, **OPTIONS)
+            model.generate(edited, session=session, **OPTIONS)
+        model.generate(prompt, num_beams=3, max_new_tokens=12, do_sample=False)
+        model.close()
+        assert audit_outcomes(model) == {"passed": 12}
+
+
+def only_at(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, at: Span, change: Callable[..., Any]
+) -> None:
+    """Have the node of the blocks `at` run `change(original, self, ...)` as a method of `owner`."""
+    original = getattr(owner, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        opened = self._opened if owner is SessionSealer else self._state.opened
+        if Span(*opened.blocks) == at:
+            return change(original, self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, method)
+
+
+async def _disclose_zeros(_: Any, sender: Any, rows: Any) -> None:
+    count = sum(part.count for part in rows)
+    meta, payload = encode(torch.zeros(count, HIDDEN))
+    await sender._client.send(Disclosed(rows=rows, tensor=meta), payload)
+    nothing = TensorMeta(meta.dtype, (0, HIDDEN))
+    await sender._client.send(Disclosed(rows=(), tensor=nothing), b"")
+
+
+async def _disclose_nothing(*_: Any) -> None:
+    raise ProtocolError("not_kept", "it is lost")
+
+
+async def _disclose_without_end(_: Any, sender: Any, rows: Any) -> None:
+    meta, payload = encode(torch.zeros(1, HIDDEN))
+    for _ in range(1000):
+        await sender._client.send(Disclosed(rows=(RowSlice(0, 0, 1),), tensor=meta), payload)
+
+
+async def _seal_nothing(*_: Any) -> None:
+    """Hash no outputs, as if none had been sent."""
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "expected"),
+    [
+        # The next node's inputs are not known, either.
+        ("disclose", _disclose_zeros, {"passed": 1, "failed": 1, "not audited": 1}),
+        ("disclose", _disclose_nothing, {"passed": 1, "failed": 1, "not audited": 1}),
+        ("add_outputs", _seal_nothing, {"passed": 2, "failed": 1}),
+    ],
+)
+def test_a_node_answers_for_its_seal(
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    change: Callable[..., Any],
+    expected: dict[str, int],
+) -> None:
+    spans = thirds(BLOCKS)
+    owner = OutputSender if method == "disclose" else SessionSealer
+    only_at(monkeypatch, owner, method, spans[1], change)
+    with (
+        in_process_swarm(llama, spans, tmp_path) as addresses,
+        joined(llama, addresses, "chain", audit=1.0) as model,
+    ):
+        model.generate(random_ids(1, 8), **OPTIONS)
+        model.close()
+        assert audit_outcomes(model) == expected
+
+
+def test_a_node_that_floods_an_audit_is_dropped(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans = thirds(BLOCKS)
+    only_at(monkeypatch, OutputSender, "disclose", spans[1], _disclose_without_end)
+    with (
+        in_process_swarm(llama, spans, tmp_path) as addresses,
+        joined(llama, addresses, "chain", audit=1.0) as model,
+    ):
+        model.generate(random_ids(1, 8), **OPTIONS)
+        model.close()
+        assert audit_outcomes(model) == {"passed": 1, "not audited": 2}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_liar_is_not_used_again(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: RouteName
+) -> None:
+    """Not by another client of the user, either, who is told why."""
+    spans = thirds(BLOCKS)
+    lie(monkeypatch, spans[1], scale)
+    with in_process_swarm(llama, spans, tmp_path) as addresses:
+        with joined(llama, addresses, route, audit=1.0) as model:
+            model.generate(random_ids(1, 8), **OPTIONS)
+            model.close()
+            assert audit_outcomes(model) == {"passed": 2, "failed": 1}
+        with (
+            pytest.raises(RefusedError, match="wrong activations"),
+            joined(llama, addresses, route),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("others_lie", [False, True])
+def test_nodes_audit_for_a_client_without_weights(
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_parts: bool,
+    others_lie: bool,
+) -> None:
+    """A liar is named where it repeats its lie, by one block that the client computes, or where it
+    does not. One that audits and lies is named, too: the honest node is not.
+    """
+    first, last = Span(0, 3), Span(3, BLOCKS)
+    lie(monkeypatch, last, scale, in_parts=in_parts)
+    monkeypatch.setattr(auditor, "missing_bytes", lambda *_: 10**6)
+    with (
+        in_process_swarm(llama, [first, last, last], tmp_path) as addresses,
+        joined(llama, addresses, "chain", audit=1.0) as model,
+    ):
+        connection: Any = model._ensure_connection()
+        liar, honest = (_peer_of(tmp_path / f"node-{number}.key") for number in (1, 2))
+        avoided = liar if others_lie else honest
+        connection._planner.barred = {avoided}
+        holders = NodeRecomputation.find_holders
+
+        async def find_holders(self: NodeRecomputation, work: HopWork) -> list[PeerId]:
+            connection._planner.barred = set()
+            return await holders(self, work)
+
+        monkeypatch.setattr(NodeRecomputation, "find_holders", find_holders)
+        model.generate(random_ids(1, 8), **OPTIONS)
+        model.close()
+        # No other node has the first blocks.
+        found = audit_outcomes(model)
+        assert found == {"failed": 1, "not audited": 2 if others_lie else 1}
+        assert connection._auditor.history.barred.keys() & {liar, honest} == {liar}
+
+
+def _peer_of(path: Path) -> PeerId:
+    return Identity.load_or_create(path).peer_id
+
+
+def test_a_star_is_not_shown_to_other_nodes_unasked(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auditor, "missing_bytes", lambda *_: 10**6)
+    spans = thirds(BLOCKS) * 2
+    with in_process_swarm(llama, spans, tmp_path) as addresses:
+        for asked, expected in (("auto", "not audited"), ("nodes", "passed")):
+            with joined(llama, addresses, "star", audit=1.0, auditors=asked) as model:
+                model.generate(random_ids(1, 8), **OPTIONS)
+                model.close()
+                assert audit_outcomes(model) == {expected: 3}

@@ -1,0 +1,197 @@
+"""Seals of a node's sessions: the roots of what came and went, whatever way it travelled.
+
+T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from nesa_node.compression import tensors
+from nesa_node.core.errors import ProtocolError
+from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.protocol.messages import (
+    Computation,
+    ErrorMessage,
+    Linked,
+    Opened,
+    Reordered,
+    RolledBack,
+    RowSlice,
+)
+from nesa_node.swarm.protocol.seal_messages import (
+    Disclose,
+    Seal,
+    SealRequest,
+    SealStatement,
+    open_seal,
+    sealed_rows,
+    sign_seal,
+)
+from nesa_node.verification.seal_tree import SessionSeals
+from tests.server.bench import Peer, open_node
+
+Parts = list[tuple[int, int, torch.Tensor]]
+"""Rows, positions and values [L, D]."""
+
+
+def expected(peer: Peer, rows: int, inputs: Parts, outputs: Parts) -> SessionSeals:
+    seals = SessionSeals(peer.secret, rows)
+    for add, parts in ((seals.add_inputs, inputs), (seals.add_outputs, outputs)):
+        for row, position, values_LD in parts:
+            add(row, position, memoryview(tensors.encode(values_LD)[1]).cast("B"), len(values_LD))
+    return seals
+
+
+async def requested_seal(peer: Peer) -> SealStatement:
+    peer.wire.say(SealRequest())
+    while not (seal := await peer.wire.hear_a(Seal)).requested:
+        pass
+    return msgspec.msgpack.decode(seal.statement, type=SealStatement)
+
+
+async def test_a_seal_is_of_what_came_and_went(blocks: ModelBlocks) -> None:
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        peer.open(rows=2)
+        opened = await peer.wire.hear_a(Opened)
+        peer.link()
+        await peer.wire.hear_a(Linked)
+        inputs, outputs = [], []
+        for row, position, count, want in ((0, 0, 5, "last"), (1, 0, 3, "all"), (0, 5, 1, "all")):
+            sent_TD = torch.randn(count, blocks.hidden_size)
+            peer.step({row: count}, sent_TD, want=want)  # type: ignore[arg-type]
+            _, output_TD = await peer.output()
+            inputs.append((row, position, sent_TD))
+            outputs.append((row, position + count - len(output_TD), output_TD))
+        stated = await requested_seal(peer)
+        assert stated.rows == sealed_rows(expected(peer, 2, inputs, outputs).roots())
+        assert (stated.session, stated.nonce) == (peer.session, opened.nonce)
+        assert (
+            stated.computation
+            == opened.computation
+            == Computation(dtype="float32", quantization="none", backend="cpu")
+        )
+        await peer.end()
+
+
+async def test_lossy_outputs_are_sealed_as_they_are_decoded(blocks: ModelBlocks) -> None:
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        await peer.begin(quality="int8@2:16:8", codecs=("int8@2",))
+        meta, payload = tensors.encode(torch.randn(4, blocks.hidden_size), codec="int8@2:16:8")
+        received_TD = tensors.decode(meta, payload, max_bytes=meta.max_nbytes)
+        sent = peer.step({0: 4}, received_TD.clone(), codec="int8@2:16:8")
+        assert sent.tensor.codec == "int8@2:16:8"
+        output, output_TD = await peer.output()
+        assert output.tensor.codec == "int8@2:16:8"
+        stated = await requested_seal(peer)
+        again, data = tensors.encode(received_TD, codec="int8@2:16:8")
+        came_TD = tensors.decode(again, data, max_bytes=again.max_nbytes)
+        seals = expected(peer, 1, [(0, 0, came_TD)], [(0, 0, output_TD)])
+        assert stated.rows == sealed_rows(seals.roots())
+        await peer.end()
+
+
+async def test_rollbacks_and_forks_cut_and_copy_what_is_sealed(blocks: ModelBlocks) -> None:
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        await peer.begin(rows=2)
+        first_TD, second_TD = (torch.randn(4, blocks.hidden_size) for _ in range(2))
+        peer.step({0: 4}, first_TD)
+        _, output_TD = await peer.output()
+        peer.rollback([2, 0])
+        await peer.wire.hear_a(RolledBack)
+        peer.reorder([0, 0])
+        await peer.wire.hear_a(Reordered)
+        peer.step({1: 4}, second_TD)
+        _, later_TD = await peer.output()
+        inputs = [(0, 0, first_TD[:2]), (1, 0, first_TD[:2]), (1, 2, second_TD)]
+        outputs = [(0, 0, output_TD[:2]), (1, 0, output_TD[:2]), (1, 2, later_TD)]
+        stated = await requested_seal(peer)
+        assert stated.rows == sealed_rows(expected(peer, 2, inputs, outputs).roots())
+        await peer.end()
+
+
+async def test_a_node_seals_every_thirty_two_tokens_unasked(blocks: ModelBlocks) -> None:
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        await peer.begin(max_tokens=100)
+        numbers = []
+        for tokens, is_due in ((20, False), (20, True), (30, False), (10, True)):
+            peer.step({0: tokens})
+            await peer.output()
+            if is_due:
+                seal = await peer.wire.hear_a(Seal)
+                assert not seal.requested
+                numbers.append(msgspec.msgpack.decode(seal.statement, type=SealStatement).number)
+        assert numbers == [1, 2]
+        await peer.end()
+
+
+async def test_older_clients_hear_of_no_seals(blocks: ModelBlocks) -> None:
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        await peer.begin(version=(1, 6), max_tokens=100)
+        peer.step({0: 40})
+        await peer.output()
+        peer.wire.say(SealRequest())
+        message, _ = await peer.wire.hear()
+        assert isinstance(message, ErrorMessage)
+        assert (message.code, message.answers) == ("unexpected", "sealrequest")
+        await peer.end()
+
+
+async def test_what_is_not_kept_is_not_disclosed(blocks: ModelBlocks) -> None:
+    """An exit hop keeps no outputs; and no client may ask more than four times."""
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        await peer.begin()
+        peer.step({0: 3})
+        await peer.output()
+        for row, code in ((0, "not_kept"), (1, "bad_rows"), (0, "not_kept"), (0, "not_kept")):
+            peer.wire.say(Disclose(rows=(RowSlice(row, 0, 3),)))
+            assert (await peer.wire.hear_a(ErrorMessage)).code == code
+        peer.wire.say(Disclose(rows=(RowSlice(0, 0, 3),)))
+        refused = await peer.wire.hear_a(ErrorMessage)
+        assert (refused.code, refused.fatal) == ("not_kept", False)
+        assert "4 times" in refused.message
+        await peer.end()
+
+
+STATED = SealStatement(
+    version=1,
+    node="x",
+    session=b"s" * 16,
+    nonce=b"n" * 16,
+    epoch=1,
+    number=1,
+    blocks=(0, 2),
+    computation=Computation(dtype="float32", quantization="none", backend="cpu"),
+    rows=sealed_rows(SessionSeals(b"k" * 32, 1).roots()),
+)
+
+
+def test_a_seal_is_its_signers_alone(tmp_path: Path) -> None:
+    one, other = Identity.ephemeral(tmp_path), Identity.ephemeral(tmp_path)
+    stated = msgspec.structs.replace(STATED, node=one.peer_id)
+    seal = sign_seal(one, stated)
+    assert open_seal(seal, one.peer_id) == stated
+    stolen = sign_seal(other, stated)
+    changed = msgspec.structs.replace(seal, statement=seal.statement[:-1] + b"?")
+    for wrong, node in ((seal, other.peer_id), (stolen, other.peer_id), (changed, one.peer_id)):
+        with pytest.raises(ProtocolError, match=r"signature|names"):
+            open_seal(wrong, node)
+
+
+@pytest.mark.parametrize("statement", [b"", b"\xc1", b"\x80", b"\xdd\xff\xff\xff\xff"])
+def test_malformed_statements_are_refused(tmp_path: Path, statement: bytes) -> None:
+    node = Identity.ephemeral(tmp_path)
+    seal = Seal(statement=statement, signature=node.sign(b"nesa-node seal 1\0" + statement))
+    with pytest.raises(ProtocolError, match="malformed"):
+        open_seal(seal, node.peer_id)

@@ -1,0 +1,108 @@
+"""Errors of outputs against thresholds.
+
+T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import nesa_node.verification
+from nesa_node.verification.comparison import (
+    MIN_MEAN_TOKENS,
+    ComputationKind,
+    Threshold,
+    compare,
+    compare_rows,
+    find_threshold,
+    relative_errors,
+)
+
+ALLOWED = Threshold(token=0.05, mean=0.01, clip=0.016, fitted_tokens=1)
+TABLE = Path(nesa_node.verification.__file__).parent / "thresholds.json"
+
+
+def shifted(expected_TD: torch.Tensor, errors: list[float]) -> torch.Tensor:
+    """`expected_TD` with the given relative error at each token."""
+    norm_T1 = expected_TD.norm(dim=-1, keepdim=True)
+    direction_D = torch.nn.functional.normalize(torch.ones(expected_TD.shape[1]), dim=0)
+    shifted_TD: torch.Tensor = expected_TD + torch.tensor(errors)[:, None] * norm_T1 * direction_D
+    return shifted_TD
+
+
+def test_errors_are_relative_to_what_was_expected() -> None:
+    expected_TD = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
+    given_TD = torch.tensor([[3.0, 4.5], [0.0, 0.0], [0.0, 1.0], [math.nan, 0.0]])
+    errors = relative_errors(given_TD, expected_TD).tolist()
+    assert errors[:3] == pytest.approx([0.1, 0.0, math.inf])
+    assert math.isnan(errors[3])
+
+
+@pytest.mark.parametrize(
+    ("errors", "outcome", "first"),
+    [
+        ([0.009] * 20, "passed", None),
+        ([0.009] * 9 + [0.051] + [0.0] * 10, "failed", 9),
+        # A few tokens are far off at honest nodes, too.
+        ([0.009] * 17 + [0.049] * 2, "passed", None),
+        ([0.012] * MIN_MEAN_TOKENS, "failed", None),
+        ([0.012] * (MIN_MEAN_TOKENS - 1), "passed", None),
+        ([math.nan] * 2, "failed", 0),
+    ],
+)
+def test_one_token_or_the_mean_may_be_wrong(
+    errors: list[float], outcome: str, first: int | None
+) -> None:
+    expected_TD = torch.randn((len(errors), 8), generator=torch.Generator().manual_seed(0))
+    found = compare(shifted(expected_TD, errors), expected_TD, ALLOWED)
+    assert (found.outcome, found.first_wrong) == (outcome, first)
+
+
+def test_without_a_threshold_nothing_is_judged() -> None:
+    expected_TD = torch.ones(4, 8)
+    found = compare(2 * expected_TD, expected_TD, None)
+    assert (found.outcome, found.of_allowed) == ("uncalibrated", None)
+    assert found.worst == pytest.approx(1.0)
+
+
+def test_the_worst_row_counts() -> None:
+    expected_TD = torch.ones(4, 8)
+    given = [expected_TD, shifted(expected_TD, [0.075] * 4), expected_TD]
+    found = compare_rows(given, [expected_TD] * 3, ALLOWED)
+    assert found.outcome == "failed"
+    assert found.of_allowed == pytest.approx(1.5)
+
+
+def test_a_clear_error_is_beyond_that_of_two_honest_computations() -> None:
+    expected_TD = torch.randn((20, 8), generator=torch.Generator().manual_seed(0))
+    own = compare(shifted(expected_TD, [0.02] * 20), expected_TD, ALLOWED)
+    same = compare(shifted(expected_TD, [0.021] * 20), expected_TD, ALLOWED)
+    clear = compare(shifted(expected_TD, [0.04] * 20), expected_TD, ALLOWED)
+    assert not same.exceeds(own)
+    assert clear.exceeds(own)
+
+
+def test_shipped_thresholds_are_those_of_the_next_longer_span() -> None:
+    rows = json.loads(TABLE.read_text())
+    lengths = {row["blocks"] for row in rows}
+    kind = ComputationKind("llama", "bfloat16", "none", "cpu")
+    longest = find_threshold(kind, max(lengths))
+    assert longest is not None
+    assert find_threshold(kind, max(lengths) - 1) == longest
+    assert find_threshold(kind, max(lengths) + 1) is None
+    shortest = find_threshold(kind, 1)
+    assert shortest is not None
+    assert shortest.mean < longest.mean
+    assert find_threshold(ComputationKind("llama", "bfloat16", "none", "NVIDIA H200"), 1) is None
+
+
+def test_shipped_thresholds_tell_int8_from_bfloat16() -> None:
+    """Weights in int8 change the outputs of ten blocks by 1.9 % (blocks 10 to 19, measured)."""
+    allowed = find_threshold(ComputationKind("llama", "bfloat16", "none", "cpu"), 10)
+    assert allowed is not None
+    assert allowed.mean < 0.019
