@@ -37,8 +37,12 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 
 @pytest.fixture(autouse=True)
 def _small_models_are_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = {"none": 1e-4, "int8": 0.02, "blockwise8": 0.04}
     fitted = {
-        ComputationKind("llama", "float32", "none", "cpu"): {BLOCKS: Threshold(1e-4, 1e-4, 1e-4, 1)}
+        ComputationKind("llama", "float32", "none", "cpu", codec): {
+            BLOCKS: Threshold(bound, bound, bound, 1)
+        }
+        for codec, bound in bounds.items()
     }
     monkeypatch.setattr(comparison, "_load_thresholds", lambda: fitted)
 
@@ -109,6 +113,21 @@ def test_honest_nodes_pass(llama: Path, tmp_path: Path, route: RouteName) -> Non
         model.close()
         assert audit_outcomes(model) == {"passed": 3}
     assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
+
+
+@pytest.mark.parametrize("quality", ["int8", "blockwise8", "lossless"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_honest_nodes_pass_with_compressed_links(
+    llama: Path, tmp_path: Path, route: RouteName, quality: str
+) -> None:
+    """Of a prompt in several chunks, too, of whose outputs the client has the last one."""
+    with (
+        in_process_swarm(llama, thirds(BLOCKS), tmp_path) as addresses,
+        joined(llama, addresses, route, audit=1.0, quality=quality) as model,
+    ):
+        model.generate(random_ids(1, 300), **OPTIONS)
+        model.close()
+        assert audit_outcomes(model) == {"passed": 3}
 
 
 @pytest.mark.parametrize("place", range(3))

@@ -16,6 +16,7 @@ from nesa_node.client.routing.request import RouteRequest
 from nesa_node.client.session.hop import HopLink
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.compression import tensors
+from nesa_node.compression.codecs import EXACT, codec_name
 from nesa_node.core.errors import NesaError, ProtocolError, RemoteError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.swarm.protocol.messages import Computation, RowSlice
@@ -49,7 +50,7 @@ class HopWork:
     """Of the session."""
     computation: Computation
     codec: str
-    """How its outputs were encoded, without parameters."""
+    """How its outputs were encoded, without version and parameters; a level where links choose."""
     rows: tuple[RowWork, ...]
     is_own: bool
     """Whether the hop computed all of its cache in this session: else an error may be another's."""
@@ -103,7 +104,7 @@ class SessionAudit:
             session=self._route.session,
             first_block=self._request.span.start,
             computation=link.opened.computation,
-            codec="none" if not self._request.compresses else self._request.options.quality,
+            codec=_family_of(self._request.options.quality),
             rows=rows,
             is_own=not any(link.start_lengths) and not any(len(row.prefix_LD) for row in rows),
         )
@@ -223,6 +224,12 @@ class SessionAuditor(Protocol):
     async def audit(self, session: SessionAudit, lengths: Sequence[int], name: bytes) -> None:
         """Collect the work of drawn hops before the session closes; it is audited afterwards."""
         ...
+
+
+def _family_of(quality: str) -> str:
+    """Family of the codec that the quality names; `none` for those that lose nothing."""
+    family = codec_name(quality).partition("@")[0]
+    return "none" if family in (EXACT, "lossless") else family
 
 
 async def _read_buffer(kept: ReplayBuffer, until: Sequence[int]) -> list[_Part]:
