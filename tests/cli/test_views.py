@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nesa_node.cli.client_model import short_peer_id
 from nesa_node.cli.commands.demo import split_demo_blocks
 from nesa_node.cli.commands.doctor import REQUIRED_PACKAGES
 from nesa_node.cli.commands.doctor_checks import (
@@ -32,9 +33,11 @@ from nesa_node.cli.views.swarm import (
     format_duration,
     group_by_model,
     models_to_json,
+    print_audits,
     print_dropped,
     print_models,
 )
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.decision_log import LoggedDecision
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId, Span, split_evenly
@@ -350,3 +353,21 @@ def test_a_demo_says_which_node_died_and_how_to_start_it_again(tmp_path: Path) -
         for node in nodes:
             node.process.kill()
             node.process.wait()
+
+
+def test_what_audits_said_of_nodes_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    models = group_by_model([record("a", (0, 3)), record("b", (3, 8)), record("c", (0, 8))])
+    good, bad, unknown = (PeerId(each.peer_id) for each in models[0].records)
+    history = AuditHistory(None)
+    for _ in range(2):
+        history.record_passed(good)
+    history.bar(bad, "wrong activations of blocks 3:8: its errors are 4 x those allowed")
+    print_audits(models, history)
+    passed, barred = capsys.readouterr().out.splitlines()
+    assert passed == f"audits    passed: {short_peer_id(good)} 2"
+    assert barred.startswith(f"barred    {short_peer_id(bad)}: wrong activations of blocks 3:8")
+    (told,) = models_to_json(models, history)
+    nodes = {node["peer_id"]: node for node in told["nodes"]}  # type: ignore[attr-defined]
+    assert nodes[good]["audits_passed"] == 2
+    assert "4 x" in nodes[bad]["barred_for"]
+    assert (nodes[unknown]["audits_passed"], nodes[unknown]["barred_for"]) == (0, "")

@@ -45,23 +45,28 @@ def status(
             describe_absence,
             group_by_model,
             models_to_json,
+            print_audits,
             print_dropped,
             print_models,
         )
+        from nesa_node.client.verification.audit_history import AuditHistory
+        from nesa_node.core.settings.declaration import default_audits_path
 
     if watch is not None:
         return _watch_status(config, watch, as_json=as_json)
     reading = asyncio.run(read_swarm(config))
     save_last_swarm(config, config.model)
     models = group_by_model(reading.records, config.model)
+    history = AuditHistory(default_audits_path())
     missing = describe_absence(reading.records, config.model)
     if as_json:
         if not models:
             print(missing, file=sys.stderr)
-        json.dump(models_to_json(models), sys.stdout, indent=2)
+        json.dump(models_to_json(models, history), sys.stdout, indent=2)
         print()
     else:
         print_models(models, missing=missing)
+        print_audits(models, history)
         print_dropped(reading.dropped)
     return 0
 

@@ -23,6 +23,7 @@ from rich.text import Text
 from nesa_node.cli.client_model import short_peer_id
 from nesa_node.cli.swarm_reader import open_reader, read_records
 from nesa_node.cli.views.text_parts import coverage_text, make_console, make_plain_table
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId, Span, model_name_candidates
 from nesa_node.core.settings.models import ClientConfig
@@ -111,7 +112,10 @@ def describe_absence(records: Iterable[NodeRecord], wanted: str | None) -> str:
     return f"no node serves {wanted!r}; the swarm serves {told}{more}"
 
 
-def models_to_json(models: Sequence[ModelNodes]) -> list[dict[str, object]]:
+def models_to_json(
+    models: Sequence[ModelNodes], history: AuditHistory | None = None
+) -> list[dict[str, object]]:
+    """Models with their nodes and, with a `history`, what audits said of each."""
     return [
         {
             "model_id": model.model_id,
@@ -119,10 +123,21 @@ def models_to_json(models: Sequence[ModelNodes]) -> list[dict[str, object]]:
             "coverage": list(model.coverage),
             "disagreeing_nodes": model.disagreeing_nodes,
             "holes": [[hole.start, hole.end] for hole in model.holes],
-            "nodes": _nodes_to_json(model.records),
+            "nodes": [
+                node | ({} if history is None else _audits_to_json(node, history))
+                for node in _nodes_to_json(model.records)
+            ],
         }
         for model in models
     ]
+
+
+def _audits_to_json(node: Mapping[str, object], history: AuditHistory) -> dict[str, object]:
+    peer = PeerId(str(node["peer_id"]))
+    return {
+        "audits_passed": history.passed.get(peer, 0),
+        "barred_for": history.barred.get(peer, ""),
+    }
 
 
 def _nodes_to_json(records: Sequence[NodeRecord]) -> list[dict[str, object]]:
@@ -175,6 +190,21 @@ def render_models(
     if others:
         parts.append(_nodes_table([], others, width=width))
     return Group(*parts)
+
+
+def print_audits(models: Sequence[ModelNodes], history: AuditHistory) -> None:
+    """Print what this user's audits said of the nodes; nothing of those never audited."""
+    nodes = [PeerId(record.peer_id) for model in models for record in model.records]
+    passed = [
+        f"{short_peer_id(peer)} {history.passed[peer]}"
+        for peer in nodes
+        if history.passed.get(peer)
+    ]
+    if passed:
+        print(f"audits    passed: {', '.join(passed)}")
+    for peer in nodes:
+        if reason := history.barred.get(peer):
+            print(f"barred    {short_peer_id(peer)}: {reason}")
 
 
 def print_dropped(dropped: Mapping[str, int]) -> None:

@@ -56,21 +56,22 @@ class AuditHistory:
     def __init__(self, path: Path | None) -> None:
         """`path=None` keeps nothing."""
         self._path = path
-        self._passed: dict[PeerId, int] = {}
+        self.passed: dict[PeerId, int] = {}
+        """Passed audits by node."""
         self.barred: dict[PeerId, str] = {}
         """Why nodes are not used, by node."""
         for peer, passed, reason in self._read():
-            self._passed[PeerId(peer)] = passed
+            self.passed[PeerId(peer)] = passed
             if reason:
                 self.barred[PeerId(peer)] = reason
 
     def draw_rate(self, peer: PeerId, rate: float) -> float:
         """Probability that a session's work at `peer` is audited, where `rate` is the usual one."""
-        is_newcomer = self._passed.get(peer, 0) < TRUSTED_AFTER_AUDITS
+        is_newcomer = self.passed.get(peer, 0) < TRUSTED_AFTER_AUDITS
         return min(rate * NEWCOMER_RATE_FACTOR, 1.0) if is_newcomer else rate
 
     def record_passed(self, peer: PeerId) -> None:
-        self._passed[peer] = self._passed.get(peer, 0) + 1
+        self.passed[peer] = self.passed.get(peer, 0) + 1
         self._write(peer, 1, "")
 
     def bar(self, peer: PeerId, reason: str) -> None:

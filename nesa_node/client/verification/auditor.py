@@ -26,7 +26,7 @@ from nesa_node.client.verification.session_audit import (
 )
 from nesa_node.core.decision_log import DecisionLog, LoggedDecision
 from nesa_node.core.errors import NesaError
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.routing.chains import Hop
@@ -241,7 +241,8 @@ class Auditor(SessionAuditor):
             self.history.record_passed(record.peer)
         elif record.outcome == "failed":
             reason = record.reason or f"its errors are {record.of_allowed:.3g} x those allowed"
-            self.history.bar(record.peer, f"wrong activations of blocks {record.blocks}: {reason}")
+            what = f"wrong activations of blocks {Span(*record.blocks)}: {reason}"
+            self.history.bar(record.peer, what)
         is_wrong = record.outcome == "failed"
         event, told = "node_audited", asdict(record)
         (log.error if is_wrong else log.info)("wrong_activations" if is_wrong else event, **told)
