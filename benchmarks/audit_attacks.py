@@ -123,10 +123,9 @@ class Bench:
             outputs = []
             for states in batch:
                 input_TD = states[self.span.start]
-                each = [
-                    run_as_node(blocks, [input_TD[max(at - window, 0) : at + 1]], 1)[0][-1:]
-                    for at in range(len(input_TD))
-                ]
+                ends = range(1, len(input_TD) + 1)
+                kept = [input_TD[max(end - window, 0) : end] for end in ends]
+                each = [run_as_node(blocks, [part_TD], len(part_TD))[0][-1:] for part_TD in kept]
                 outputs.append(torch.cat(each))
             return outputs
 
