@@ -47,11 +47,11 @@ AUDITS: Counter[str] = Counter()
 @pytest.fixture(autouse=True)
 def _audits_blame_no_node() -> Iterator[None]:
     yield
-    for model in JOINED:
-        found = audit_outcomes(model)
-        AUDITS.update(found)
-        assert not {"failed", "unclear"} & found.keys(), found
+    outcomes = [audit_outcomes(model) for model in JOINED]
     JOINED.clear()
+    for found in outcomes:
+        AUDITS.update(found)
+    assert not any({"failed", "unclear"} & found.keys() for found in outcomes), outcomes
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
