@@ -47,6 +47,8 @@ class SessionRoute:
         self.links: list[HopLink] = []
         self.hops: tuple[Hop, ...] = ()
         self.epoch = 0
+        self.num_builds = 0
+        """How many times the route was built."""
         self.held_tokens: dict[HopLink, tuple[int, ...]] = {}
         """Tokens of each row that nodes hold which the last rebuild added or sent back; they need
         the rest."""
@@ -123,8 +125,9 @@ class SessionRoute:
                     opened = known | opened
                     on_restart()
                 held |= dict.fromkeys(opened.values(), tuple(self.prefix_start.start_lengths))
-                for link in fresh:
-                    link.start_lengths = held[link]
+                for link, start_lengths in held.items():
+                    link.start_lengths = start_lengths
+                self.num_builds += 1
                 await self._link_hops(
                     links,
                     held,
