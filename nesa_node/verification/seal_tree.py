@@ -8,7 +8,6 @@ match. Trees are truncated and copied as the rows' caches are.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ class SealTree:
 
     def copy(self) -> SealTree:
         made = SealTree()
-        made._levels = copy.deepcopy(self._levels)
+        made._levels = [nodes.copy() for nodes in self._levels]
         return made
 
     @property

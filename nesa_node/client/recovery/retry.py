@@ -35,7 +35,10 @@ from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer, SentStep
 
 
 class StepReplay:
-    """Keeps the inputs of the first hop, in a star those of every hop, by their first block."""
+    """Keeps the inputs of the first hop, in a star those of every hop, by their first block.
+
+    Of hops that are audited it keeps the answers, too.
+    """
 
     def __init__(self, route: SessionRoute, request: RouteRequest, pipeline: StepPipeline) -> None:
         self._route = route
@@ -70,7 +73,7 @@ class StepReplay:
             kept.truncate(lengths)
 
     def reorder(self, sources: Sequence[int]) -> None:
-        """Let each row have the inputs of row `sources[row]`."""
+        """Let each row have what row `sources[row]` has."""
         for kept in (*self._outboxes.values(), *self._outputs.values()):
             kept.reorder(sources)
 

@@ -234,7 +234,7 @@ class RemoteSession:
         with self._log_context():
             try:
                 if self._auditor is not None:
-                    await self._auditor.audit(self._audit, self._lengths, self._route.session)
+                    await self._auditor.audit(self._audit, self._lengths)
             finally:
                 await self._route.close(
                     prefix.final_digests(request.model_id, request.numerics_label) if prefix else ()

@@ -73,7 +73,7 @@ class AuditRecord:
 class Auditor(SessionAuditor):
     """Audits of one connection's sessions. `rate` is the share of hops whose work is audited.
 
-    `bar` is told of nodes that gave wrong activations, twice by computation.
+    `history` bars nodes that failed; `decisions` has each audit, for `nesa-node explain`.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class Auditor(SessionAuditor):
         """See `SessionAuditor`."""
         return self._rng.random() < self.history.draw_rate(peer, self._rate)
 
-    async def audit(self, session: SessionAudit, lengths: Sequence[int], name: bytes) -> None:
+    async def audit(self, session: SessionAudit, lengths: Sequence[int]) -> None:
         """See `SessionAuditor`."""
         if not any(lengths):
             return
         for link in session.audited_links():
-            if len(self._tasks) >= MAX_WAITING or self._is_too_long(link.hop, sum(lengths)):
+            if len(self._tasks) >= MAX_WAITING or self._is_left_out(link.hop, sum(lengths)):
                 continue
             try:
                 async with peer_timeout(
@@ -115,9 +115,10 @@ class Auditor(SessionAuditor):
                 ):
                     work = await session.collect(link, lengths)
             except SealMismatchError as error:
-                self._finish(name, self._record(link.hop, "failed", str(error)))
+                await self._finish(session.session, self._record(link.hop, "failed", str(error)))
             except (NesaError, OSError) as error:
-                self._finish(name, self._record(link.hop, "not audited", str(error)))
+                record = self._record(link.hop, "not audited", str(error))
+                await self._finish(session.session, record)
             else:
                 self._tasks.start(self._audit_work(work), name="audit")
 
@@ -130,7 +131,8 @@ class Auditor(SessionAuditor):
             log.warning("audits_not_finished", audits=len(self._tasks))
             await self._tasks.close()
 
-    def _is_too_long(self, hop: Hop, tokens: int) -> bool:
+    def _is_left_out(self, hop: Hop, tokens: int) -> bool:
+        """Draw whether a session that is longer than usual is not audited."""
         size = tokens * len(hop.span)
         return self._rng.random() * size >= MAX_TOKEN_BLOCKS
 
@@ -142,7 +144,7 @@ class Auditor(SessionAuditor):
             except (NesaError, OSError) as error:
                 records = [self._record(hop, "not audited", str(error))]
         for record in records:
-            self._finish(work.session, record)
+            await self._finish(work.session, record)
 
     async def _compute_again(self, work: HopWork, hop: Hop) -> list[AuditRecord]:
         missing = await asyncio.to_thread(missing_bytes, self._checkpoint, work)
@@ -235,19 +237,26 @@ class Auditor(SessionAuditor):
             of_allowed=found.of_allowed,
         )
 
-    def _finish(self, session: bytes, record: AuditRecord) -> None:
+    async def _finish(self, session: bytes, record: AuditRecord) -> None:
         self.outcomes[record.outcome] += 1
+        if record.outcome == "failed":
+            log.error("wrong_activations", **asdict(record))
+        else:
+            log.info("node_audited", **asdict(record))
+        # Other programs of this user may hold the files' locks.
+        await asyncio.to_thread(self._keep, session, record)
+
+    def _keep(self, session: bytes, record: AuditRecord) -> None:
         if record.outcome == "passed":
             self.history.record_passed(record.peer)
         elif record.outcome == "failed":
             reason = record.reason or f"its errors are {record.of_allowed:.3g} x those allowed"
             what = f"wrong activations of blocks {Span(*record.blocks)}: {reason}"
             self.history.bar(record.peer, what)
-        is_wrong = record.outcome == "failed"
-        event, told = "node_audited", asdict(record)
-        (log.error if is_wrong else log.info)("wrong_activations" if is_wrong else event, **told)
         if self._decisions is not None:
             try:
-                self._decisions.add(LoggedDecision("audit", session.hex(), time.time(), told))
+                self._decisions.add(
+                    LoggedDecision("audit", session.hex(), time.time(), asdict(record))
+                )
             except OSError as error:
                 log.warning("decision_not_logged", reason=str(error))

@@ -34,7 +34,7 @@ class NodeRecomputation:
 
     async def find_holders(self, work: HopWork) -> list[PeerId]:
         """Other nodes that hold all blocks of `work`, of its kind of weights, in random order."""
-        snapshot = await self._planner.snapshots.fetch(self._request, after=0.0)
+        snapshot = await self._planner.snapshots.fetch(self._request)
         declared = work.computation
         holders = [
             node.peer_id

@@ -76,6 +76,11 @@ class SessionAudit:
         self._request = request
         self._replay = replay
 
+    @property
+    def session(self) -> bytes:
+        """The session's id at the client."""
+        return self._route.session
+
     def audited_links(self) -> list[HopLink]:
         """Links to collect the work of: none where the session ended within a step."""
         if any(stage.in_flight for stage in self._replay.stages):
@@ -101,7 +106,7 @@ class SessionAudit:
         return HopWork(
             peer=link.hop.peer_id,
             span=link.hop.span,
-            session=self._route.session,
+            session=self.session,
             first_block=self._request.span.start,
             computation=link.opened.computation,
             codec=_family_of(self._request.options.quality),
@@ -227,7 +232,7 @@ class SessionAuditor(Protocol):
         """Whether the session's work at `peer` is audited."""
         ...
 
-    async def audit(self, session: SessionAudit, lengths: Sequence[int], name: bytes) -> None:
+    async def audit(self, session: SessionAudit, lengths: Sequence[int]) -> None:
         """Collect the work of drawn hops before the session closes; it is audited afterwards."""
         ...
 
