@@ -121,6 +121,23 @@ def compare_rows(
     return max(each, key=lambda found: (found.outcome == "failed", found.worst))
 
 
+def is_confirmed(
+    given: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    again: Sequence[torch.Tensor],
+    allowed: Threshold | None,
+) -> bool:
+    """Whether `given` is wrong by two computations that round differently, and clearly so.
+
+    A machine that computes may err, too, and a model be one whose honest errors are larger than
+    those of the models that were fitted.
+    """
+    if any(compare_rows(given, each, allowed).outcome != "failed" for each in (expected, again)):
+        return False
+    own = compare_rows(again, expected, allowed)
+    return compare_rows(given, expected, allowed).exceeds(own)
+
+
 def find_threshold(kind: ComputationKind, blocks: int) -> Threshold | None:
     """The threshold for spans of `blocks` blocks; None where none was fitted.
 

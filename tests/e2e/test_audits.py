@@ -377,3 +377,21 @@ def _sessions_until_found(
             assert list(own.history.barred) == [liar]
             return count
     return None
+
+
+@pytest.mark.parametrize("auditors", ["client", "nodes"])
+def test_bounds_that_are_too_narrow_blame_no_honest_node(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, auditors: str
+) -> None:
+    """Those of another model may be: larger ones round otherwise."""
+    narrow = Threshold(1e-9, 1e-9, 1e-9, 1)
+    kind = ComputationKind("llama", "float32", "none", "cpu")
+    monkeypatch.setattr(comparison, "_load_thresholds", lambda: {kind: {BLOCKS: narrow}})
+    spans = [Span(0, 3), Span(3, BLOCKS)] * 2
+    with (
+        in_process_swarm(llama, spans, tmp_path) as addresses,
+        joined(llama, addresses, "chain", audit=1.0, auditors=auditors) as model,
+    ):
+        model.generate(random_ids(1, 40), **OPTIONS)
+        model.close()
+        assert audit_outcomes(model) == {"not audited": 2}

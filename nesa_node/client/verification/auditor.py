@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from nesa_node.client.verification.audit_history import AuditHistory, AuditOutcome
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
 from nesa_node.client.verification.recomputation import missing_bytes, recompute
-from nesa_node.client.verification.referee import Referee
+from nesa_node.client.verification.referee import Referee, pick_known
 from nesa_node.client.verification.session_audit import (
     HopWork,
     NotAuditedError,
@@ -37,6 +37,7 @@ from nesa_node.verification.comparison import (
     ComputationKind,
     compare_rows,
     find_threshold,
+    is_confirmed,
 )
 
 log = get_logger(__name__)
@@ -172,19 +173,16 @@ class Auditor(SessionAuditor):
         kind = self._kind(work)
         found = compare_rows(
             [row.outputs_PD for row in work.rows],
-            [out_LD[list(row.positions)] for out_LD, row in zip(outputs, work.rows, strict=True)],
+            pick_known(outputs, work),
             find_threshold(kind, len(work.span)),
         )
         record = replace(self._describe(hop, found, is_own=work.is_own), auditor=other)
         if record.outcome != "failed":
             return [record]
         referee = Referee(self._checkpoint, nodes)
-        verdicts = await referee.find_liars(work, replace(kind, codec="none"), other, outputs)
-        records = [
-            self._record(Hop(verdict.peer, verdict.span), "failed", verdict.reason)
-            for verdict in verdicts
-        ]
-        if all(verdict.peer != work.peer for verdict in verdicts):
+        liar = await referee.find_liar(work, replace(kind, codec="none"), other, outputs)
+        records = [self._record(Hop(liar.peer, liar.span), "failed", liar.reason)]
+        if liar.peer != work.peer:
             reason = f"{other}, which computed it again, did so wrongly"
             records.append(self._record(hop, "not audited", reason))
         return records
@@ -206,14 +204,10 @@ class Auditor(SessionAuditor):
         found = compare_rows(given, expected, allowed)
         if found.outcome != "failed":
             return found
-        # From weights that are read anew, and rounded otherwise: this machine may err, too, and the
-        # model be one whose honest errors are larger than those of the models that were fitted.
+        # From weights that are read anew.
         again = recompute(self._checkpoint, work, by_token=True)
-        if compare_rows(given, again, allowed).outcome != "failed":
-            raise NotAuditedError("two computations of this client disagree about it")
-        own = compare_rows(again, expected, allowed)
-        if not found.exceeds(own):
-            raise NotAuditedError("two computations of this client differ as much")
+        if not is_confirmed(given, expected, again, allowed):
+            raise NotAuditedError("a second computation of this client does not confirm its errors")
         return found
 
     def _record(self, hop: Hop, outcome: AuditOutcome, reason: str) -> AuditRecord:

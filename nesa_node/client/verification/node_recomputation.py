@@ -48,9 +48,17 @@ class NodeRecomputation:
         return holders
 
     async def run(
-        self, peer: PeerId, span: Span, inputs: Sequence[torch.Tensor], computation: Computation
+        self,
+        peer: PeerId,
+        span: Span,
+        inputs: Sequence[torch.Tensor],
+        computation: Computation,
+        *,
+        by_token: bool = False,
     ) -> list[torch.Tensor]:
         """Outputs [L, D] of `span` at `peer` for each row of `inputs` [L, D].
+
+        In one step, or `by_token`, which rounds otherwise.
 
         Raises `NotAuditedError` for a node that declares another kind of computation, and what
         opening a session and its steps raise.
@@ -82,7 +90,10 @@ class NodeRecomputation:
             await session.open()
             if session.declared_computations != (computation,):
                 raise NotAuditedError(f"{peer} computes in another way than its record says")
-            outputs_TD = await session.step(torch.cat(list(inputs)), rows)
+            chunk_tokens = 1 if by_token else None
+            outputs_TD = await session.step(
+                torch.cat(list(inputs)), rows, chunk_tokens=chunk_tokens
+            )
         finally:
             await session.close()
         return list(torch.split(outputs_TD, [len(row_LD) for row_LD in inputs]))

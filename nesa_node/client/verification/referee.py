@@ -24,6 +24,7 @@ from nesa_node.verification.comparison import (
     ComputationKind,
     compare_rows,
     find_threshold,
+    is_confirmed,
 )
 
 MAX_FETCHED_BYTES = 2**31
@@ -48,20 +49,23 @@ class Referee:
         self._checkpoint = checkpoint
         self._nodes = nodes
 
-    async def find_liars(
+    async def find_liar(
         self, work: HopWork, kind: ComputationKind, other: PeerId, outputs: Rows
-    ) -> list[Verdict]:
-        """The audited node, or `other`, which computed `outputs` [L, D], or both.
+    ) -> Verdict:
+        """The audited node, or `other`, which computed `outputs` [L, D].
 
         Raises `NotAuditedError` where neither is found, and what sessions at the two raise.
         """
         states: Rows = [row.inputs_LD for row in work.rows]
         again = await self._run(work.peer, work.span, states, work)
+        by_token = await self._run(work.peer, work.span, states, work, by_token=True)
         given = [row.outputs_PD for row in work.rows]
-        known = [out_LD[list(row.positions)] for out_LD, row in zip(again, work.rows, strict=True)]
-        if self._differ(kind, work.span, given, known):
+        allowed = find_threshold(kind, len(work.span))
+        if is_confirmed(given, pick_known(again, work), pick_known(by_token, work), allowed):
             why = "what it computes now is not what it sealed"
-            return [Verdict(work.peer, work.span, why)]
+            return Verdict(work.peer, work.span, why)
+        if not self._differ(kind, work.span, again, outputs):
+            raise NotAuditedError(f"{other} agrees with what it computes now")
         peers = work.peer, other
         start, end = work.span.start, work.span.end
         disputed = again, outputs
@@ -87,9 +91,10 @@ class Referee:
             for peer, claimed in zip(peers, disputed, strict=True)
             if self._differ(kind, block, claimed, expected)
         ]
-        if not found:
-            raise NotAuditedError(f"{other} disagreed, and does not any more")
-        return found
+        if len(found) != 1:
+            # Of neither, the dispute is over; of both, the bounds may be another model's.
+            raise NotAuditedError(f"its dispute with {other} could not be settled")
+        return found[0]
 
     async def _compute_block(self, work: HopWork, other: PeerId, block: Span, states: Rows) -> Rows:
         rows = tuple(
@@ -111,10 +116,17 @@ class Referee:
             await self._run(peers[1], span, states, work),
         )
 
-    async def _run(self, peer: PeerId, span: Span, states: Rows, work: HopWork) -> Rows:
-        return await self._nodes.run(peer, span, states, work.computation)
+    async def _run(
+        self, peer: PeerId, span: Span, states: Rows, work: HopWork, *, by_token: bool = False
+    ) -> Rows:
+        return await self._nodes.run(peer, span, states, work.computation, by_token=by_token)
 
     @staticmethod
     def _differ(kind: ComputationKind, span: Span, given: Rows, expected: Rows) -> bool:
         found = compare_rows(given, expected, find_threshold(kind, len(span)))
         return found.outcome == "failed"
+
+
+def pick_known(outputs: Rows, work: HopWork) -> Rows:
+    """Of outputs [L, D] those [P, D] that are known of the audited node."""
+    return [out_LD[list(row.positions)] for out_LD, row in zip(outputs, work.rows, strict=True)]
