@@ -87,7 +87,7 @@ def _is_idle() -> bool:
 
 @contextmanager
 def gateway(folder: Path, nodes: int) -> Iterator[httpx.Client]:
-    """Before so many thirds of a model.
+    """Before so many thirds of a model. It audits all their work.
 
     The nodes, in this process, do without what they keep for each number of tokens in a step, and
     do not measure again, which takes tensors, too: how many there will be is chance.
@@ -97,7 +97,7 @@ def gateway(folder: Path, nodes: int) -> Iterator[httpx.Client]:
     with (
         pytest.MonkeyPatch.context() as patch,
         in_process_swarm(model, thirds(BLOCKS)[:nodes], folder) as addresses,
-        live_gateway(addresses, folder, model) as url,
+        live_gateway(addresses, folder, model, audit=1.0) as url,
         httpx.Client(base_url=url, timeout=30) as client,
     ):
         patch.setattr(CompiledDecoder, "supports", lambda *_: False)

@@ -284,8 +284,8 @@ class LocalSession:
         self._worker = worker
         self._codec = codec
         pages = rows * pages_for(max_tokens)
-        promises = [part.new_pool(pages * PAGE_TOKENS).reserve(pages) for part in parts]
-        self._tables = [[promise.new_table() for _ in range(rows)] for promise in promises]
+        self._caches = [part.new_pool(pages * PAGE_TOKENS).reserve(pages) for part in parts]
+        self._tables = [[cache.new_table() for _ in range(rows)] for cache in self._caches]
         self._lengths = [0] * rows
         self.rows = rows
         self.max_tokens = max_tokens
@@ -314,12 +314,14 @@ class LocalSession:
         self._truncate_tables()
 
     async def reorder(self, sources: Sequence[int]) -> None:
-        for tables in self._tables:
-            tables[0].reservation.reorder(tables, sources)
+        for cache, tables in zip(self._caches, self._tables, strict=True):
+            cache.reorder(tables, sources)
         self._lengths = [self._lengths[source] for source in sources]
 
     async def close(self) -> None:
-        self._tables = []
+        for cache in self._caches:
+            cache.close()
+        self._caches, self._tables = [], []
 
     def _run(self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], want: Want) -> torch.Tensor:
         output_TD = hidden_TD

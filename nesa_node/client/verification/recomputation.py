@@ -5,6 +5,7 @@ L tokens of a row, P positions of it whose outputs are known, D hidden.
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import cast, get_args
 
 import torch
@@ -71,7 +72,9 @@ def _run_row(blocks: ModelBlocks, hidden_LD: torch.Tensor, *, by_token: bool) ->
     if not len(hidden_LD):
         return hidden_LD
     pages = pages_for(len(hidden_LD))
-    table = blocks.new_pool(pages * PAGE_TOKENS).reserve(pages).new_table()
-    table.reserve(len(hidden_LD))
     chunks = torch.split(hidden_LD, 1 if by_token else len(hidden_LD))
-    return torch.cat([blocks.forward(chunk, [RowChunk(table, len(chunk))]) for chunk in chunks])
+    # Closed, so that the cache is freed at once and not when cycles of objects are collected.
+    with closing(blocks.new_pool(pages * PAGE_TOKENS).reserve(pages)) as reservation:
+        table = reservation.new_table()
+        table.reserve(len(hidden_LD))
+        return torch.cat([blocks.forward(chunk, [RowChunk(table, len(chunk))]) for chunk in chunks])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -307,36 +308,35 @@ class _ThroughputMeasurement:
 
     def _measure_decode_s(self) -> float:
         """Seconds of a decode step after a short prefill, which also warms up all weights."""
-        table = self._new_table(len(self._warmup_LD) + 1)
-        self._time_step(table, self._warmup_LD)
-        for _ in range(MAX_TUNING_STEPS):
-            self._time_decode_step(table)
-            settled = self._blocks.threads.is_settled(1, len(self._blocks.span))
-            if settled or self._is_past(TUNING_DEADLINE_S):
-                break
-        steps_s = [self._time_decode_step(table) for _ in range(MIN_DECODE_STEPS)]
-        most = UNDISTURBED_STEPS if self._undisturbed else MAX_DECODE_STEPS
-        while len(steps_s) < most and not self._is_past(DECODE_DEADLINE_S):
-            steps_s.append(self._time_decode_step(table))
+        with self._warm_table() as table:
+            for _ in range(MAX_TUNING_STEPS):
+                self._time_decode_step(table)
+                settled = self._blocks.threads.is_settled(1, len(self._blocks.span))
+                if settled or self._is_past(TUNING_DEADLINE_S):
+                    break
+            steps_s = [self._time_decode_step(table) for _ in range(MIN_DECODE_STEPS)]
+            most = UNDISTURBED_STEPS if self._undisturbed else MAX_DECODE_STEPS
+            while len(steps_s) < most and not self._is_past(DECODE_DEADLINE_S):
+                steps_s.append(self._time_decode_step(table))
         if self._undisturbed:
             return fmean(sorted(steps_s)[: math.ceil(UNDISTURBED_SHARE * len(steps_s))])
         return clipped_mean(steps_s)
 
     def cold_step_s(self) -> float:
-        table = self._new_table(len(self._warmup_LD) + 1)
-        self._time_step(table, self._warmup_LD)
         pause: Callable[[], object] = partial(time.sleep, PAUSE_S)
         if self._blocks.device.type != "cuda":
             # NumPy reads in this thread alone.
             pause = np.ones(FLUSH_BYTES // 8, dtype=np.uint64).max
         steps_s = []
-        for _ in range(COLD_STEPS):
-            pause()
-            steps_s.append(self._time_decode_step(table))
+        with self._warm_table() as table:
+            for _ in range(COLD_STEPS):
+                pause()
+                steps_s.append(self._time_decode_step(table))
         return fmean(sorted(steps_s)[: COLD_STEPS // 2])
 
     def _time_prefill(self) -> float:
-        return self._time_step(self._new_table(len(self._hidden_LD)), self._hidden_LD)
+        with self._new_table(len(self._hidden_LD)) as table:
+            return self._time_step(table, self._hidden_LD)
 
     def _time_decode_step(self, table: PageTable) -> float:
         """Seconds of one decode step, always at the same position."""
@@ -344,10 +344,20 @@ class _ThroughputMeasurement:
         table.truncate(table.length - 1)
         return seconds
 
-    def _new_table(self, tokens: int) -> PageTable:
-        table = self._blocks.new_pool(tokens).reserve(pages_for(tokens)).new_table()
-        table.reserve(tokens)
-        return table
+    @contextmanager
+    def _warm_table(self) -> Iterator[PageTable]:
+        """A row that holds a short prompt and has space for one more token."""
+        with self._new_table(len(self._warmup_LD) + 1) as table:
+            self._time_step(table, self._warmup_LD)
+            yield table
+
+    @contextmanager
+    def _new_table(self, tokens: int) -> Iterator[PageTable]:
+        # Closed, so that the cache is freed at once and not when cycles of objects are collected.
+        with closing(self._blocks.new_pool(tokens).reserve(pages_for(tokens))) as reservation:
+            table = reservation.new_table()
+            table.reserve(tokens)
+            yield table
 
     def _time_step(self, table: PageTable, hidden_LD: Tensor) -> float:
         if self._stop():

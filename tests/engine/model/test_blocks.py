@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import itertools
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 
 from nesa_node.core.errors import ContextLengthError
 from nesa_node.core.ids import Span
-from nesa_node.engine.cache.pages import PAGE_TOKENS
+from nesa_node.engine.cache.pages import PAGE_TOKENS, PagePool
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.compiled_step import COMPILED_MAX_TOKENS
 from nesa_node.engine.model.devices import (
@@ -219,3 +220,20 @@ def test_the_fastest_steps_tell_what_a_busy_machine_could_do(
 def test_throughput_is_measured_by_the_clock_of_the_machine(blocks: ModelBlocks) -> None:
     throughput = measure_throughput(blocks)
     assert min(throughput.prefill_tokens_per_s, throughput.decode_tokens_per_s) > 0
+
+
+def test_a_measurement_frees_its_caches(blocks: ModelBlocks) -> None:
+    """At once, not when cycles of objects are collected: a GPU's memory does not wait for that."""
+    measure_throughput(blocks)
+    gc.collect()
+    before = num_pools()
+    gc.disable()
+    try:
+        measure_throughput(blocks)
+        assert num_pools() == before
+    finally:
+        gc.enable()
+
+
+def num_pools() -> int:
+    return sum(type(each) is PagePool for each in gc.get_objects())
