@@ -40,6 +40,7 @@ from nesa_node.api.responses.http_responses import (
 )
 from nesa_node.api.responses.in_flight import GracefulShutdown
 from nesa_node.api.schemas.chat_template import Render
+from nesa_node.client.model.reruns import await_until_right
 from nesa_node.core import tracing
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
@@ -157,8 +158,9 @@ class UsageCounter:
         self.new_tokens = 0
 
     def start(self, model: str, prompt_tokens: int) -> UsageCounter:
-        """Count the tokens of a request to `model`, also for the log."""
+        """Count the tokens of a request to `model`, from zero, also for the log."""
         self.model, self.prompt_tokens = model, prompt_tokens
+        self.cached_tokens = self.new_tokens = 0
         self._state[USAGE_STATE_KEY] = self
         return self
 
@@ -203,7 +205,7 @@ class UsageCounter:
 class PendingResponse:
     """Response of a request, not yet computed: JSON, or server-sent events.
 
-    `error_event` encodes an error within a stream.
+    `build_json` may be called again if it fails. `error_event` encodes an error within a stream.
     """
 
     build_json: Callable[[], Awaitable[Mapping[str, Any]]]
@@ -238,7 +240,7 @@ class Gateway:
             return ready[0]
 
         async def whole() -> Mapping[str, Any]:
-            return await (await prepared()).build_json()
+            return await await_until_right((await prepared()).build_json)
 
         async def events() -> AsyncGenerator[bytes, None]:
             async with aclosing((await prepared()).stream_events()) as made:

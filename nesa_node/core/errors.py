@@ -23,7 +23,8 @@
     │   ├── PeerUnreachableError    a peer could not be dialled or went silent
     │   │   └── NoAddressError      no address of it is known here
     │   ├── RecordError             an invalid DHT record
-    │   └── MissingBlocksError      no node holds some blocks of the model
+    │   ├── MissingBlocksError      no node holds some blocks of the model
+    │   └── WrongActivationsError   an audit found what a node computed to be wrong
     ├── ProtocolError               a message broke the protocol; `code` is its name on the wire
     │   ├── FrameError              bytes that are no message
     │   ├── VersionMismatchError
@@ -143,6 +144,24 @@ class MissingBlocksError(SwarmError):
     def __init__(self, missing: Sequence[tuple[int, int]], message: str) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
+
+
+class WrongActivationsError(SwarmError):
+    """What `peer` computed of `blocks` (half-open) is wrong, from token `position` of a row on.
+
+    The position is None where only the errors of many tokens together are too large, or the seal is
+    wrong. `peer` is None where the error may be another node's.
+    """
+
+    exit_code = 11
+
+    def __init__(
+        self, peer: str | None, blocks: tuple[int, int], position: int | None, message: str
+    ) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.blocks = blocks
+        self.position = position
 
 
 class ProtocolError(NesaError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Literal
@@ -67,6 +67,8 @@ class Comparison:
     allowed: Threshold | None
     first_wrong: int | None = None
     """Index of the first token beyond the threshold; None if only the mean is beyond, or none."""
+    row: int = 0
+    """Of several rows, the one that this is about."""
 
     @property
     def of_allowed(self) -> float | None:
@@ -117,7 +119,10 @@ def compare_rows(
     given: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], allowed: Threshold | None
 ) -> Comparison:
     """The worst of the rows' comparisons, each [T, D], if there are several rows."""
-    each = [compare(*pair, allowed) for pair in zip(given, expected, strict=True)]
+    each = [
+        replace(compare(*pair, allowed), row=row)
+        for row, pair in enumerate(zip(given, expected, strict=True))
+    ]
     return max(each, key=lambda found: (found.outcome == "failed", found.worst))
 
 

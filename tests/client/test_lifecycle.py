@@ -85,6 +85,9 @@ class ScriptedSession(BlockSession):
     async def reorder(self, sources: Sequence[int]) -> None:
         self._lengths = [self._lengths[source] for source in sources]
 
+    async def finish(self) -> None:
+        """Nothing is audited; the connection closes it."""
+
     async def close(self) -> None:
         self.events.append("closed")
 

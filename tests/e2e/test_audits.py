@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,11 @@ from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
 from nesa_node.client.verification.session_audit import HopWork
 from nesa_node.compression.tensors import TensorMeta, encode
-from nesa_node.core.errors import ProtocolError, RefusedError
+from nesa_node.core.errors import ProtocolError, RefusedError, WrongActivationsError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.choices import RouteName
-from nesa_node.engine.model.blocks import ModelBlocks, TokenSlice
-from nesa_node.engine.model.devices import SpanThroughput, measure_throughput
-from nesa_node.server.node import served_span, span_speed
 from nesa_node.server.session.output_sender import OutputSender
 from nesa_node.server.session.sealing import SessionSealer
-from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.protocol.messages import RowSlice
 from nesa_node.swarm.protocol.seal_messages import Disclosed
 from nesa_node.verification import comparison
@@ -34,73 +31,30 @@ from nesa_node.verification.comparison import ComputationKind, Threshold
 from tests.audit_outcomes import audit_outcomes
 from tests.client.local_models import random_ids
 from tests.e2e.joining import ROUTES, joined
+from tests.e2e.liars import boast, calibrate_tiny_models, lie, peer_of, scale
 from tests.engine.tiny_models import BLOCKS, HIDDEN, reference
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import in_process_swarm, thirds
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+FOUR_TOKENS = {"max_new_tokens": 4}
+
+
+def generate_once(
+    model: DistributedModelForCausalLM, prompt: torch.Tensor
+) -> WrongActivationsError | None:
+    """What the end of a session that generates says of its audits."""
+    try:
+        with model.inference_session(max_length=prompt.shape[1] + 40) as session:
+            model.generate(prompt, session=session, **OPTIONS)
+    except WrongActivationsError as error:
+        return error
+    return None
 
 
 @pytest.fixture(autouse=True)
 def _small_models_are_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds = {"none": 1e-4, "int8": 0.02, "blockwise8": 0.04}
-    fitted = {
-        ComputationKind("llama", "float32", "none", "cpu", codec): {
-            BLOCKS: Threshold(bound, bound, bound, 1)
-        }
-        for codec, bound in bounds.items()
-    }
-    monkeypatch.setattr(comparison, "_load_thresholds", lambda: fitted)
-
-
-def lie(
-    monkeypatch: pytest.MonkeyPatch,
-    at: Span,
-    change: Callable[[torch.Tensor], None],
-    *,
-    in_parts: bool = False,
-    nodes: int = 1,
-) -> None:
-    """Have the first `nodes` nodes of the blocks `at` change their outputs [T, D].
-
-    With `in_parts` also those of parts of the blocks.
-    """
-    load, select = served_span._load, ModelBlocks.select
-    liars = iter(range(nodes))
-
-    def make_lying(blocks: ModelBlocks) -> ModelBlocks:
-        run = blocks.forward_buffers
-
-        def forward_buffers(pieces: list[TokenSlice], runs: Any) -> None:
-            run(pieces, runs)
-            with torch.inference_mode():
-                for piece in pieces:
-                    assert piece.buffers.output is not None
-                    change(piece.buffers.output.tensor_TD[piece.start : piece.end])
-
-        monkeypatch.setattr(blocks, "forward_buffers", forward_buffers)
-        if in_parts:
-            parts: dict[Span, ModelBlocks] = {blocks.span: blocks}
-
-            def select_lying(span: Span) -> ModelBlocks:
-                if span not in parts:
-                    parts[span] = make_lying(select(blocks, span))
-                return parts[span]
-
-            monkeypatch.setattr(blocks, "select", select_lying)
-        return blocks
-
-    def load_liar(*args: Any) -> ModelBlocks:
-        blocks = load(*args)
-        if blocks.span == at and next(liars, None) is not None:
-            return make_lying(blocks)
-        return blocks
-
-    monkeypatch.setattr(served_span, "_load", load_liar)
-
-
-def scale(output_TD: torch.Tensor) -> None:
-    output_TD.mul_(1.05)
+    calibrate_tiny_models(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +95,28 @@ def test_honest_nodes_pass_with_compressed_links(
 def test_the_node_that_lies_is_named(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: RouteName, place: int
 ) -> None:
-    spans = thirds(BLOCKS)
-    lie(monkeypatch, spans[place], scale)
+    """And the token from which on it does."""
+    spans, lies_now = thirds(BLOCKS), threading.Event()
+
+    def scale_now(output_TD: torch.Tensor) -> None:
+        if lies_now.is_set():
+            scale(output_TD)
+
+    lie(monkeypatch, spans[place], scale_now)
     with (
         in_process_swarm(llama, spans, tmp_path) as addresses,
         joined(llama, addresses, route, audit=1.0) as model,
     ):
-        model.generate(random_ids(1, 8), **OPTIONS)
+        session = model.inference_session(max_length=60)
+        first = model.generate(random_ids(1, 8), session=session, **OPTIONS | FOUR_TOKENS)
+        lies_now.set()
+        model.generate(first, session=session, **OPTIONS)
+        with pytest.raises(WrongActivationsError) as caught:
+            session.finish()
+        wrong = caught.value
+        # The fourth token was not sent before.
+        assert (wrong.peer, wrong.position) == (peer_of(tmp_path / f"node-{place}.key"), 8 + 3)
+        assert Span(*wrong.blocks) == spans[place]
         model.close()
         assert audit_outcomes(model) == {"passed": 2, "failed": 1}
 
@@ -233,7 +202,7 @@ def test_a_node_answers_for_its_seal(
         in_process_swarm(llama, spans, tmp_path) as addresses,
         joined(llama, addresses, "chain", audit=1.0) as model,
     ):
-        model.generate(random_ids(1, 8), **OPTIONS)
+        assert generate_once(model, random_ids(1, 8)) is not None
         model.close()
         assert audit_outcomes(model) == expected
 
@@ -261,7 +230,8 @@ def test_a_liar_is_not_used_again(
     lie(monkeypatch, spans[1], scale)
     with in_process_swarm(llama, spans, tmp_path) as addresses:
         with joined(llama, addresses, route, audit=1.0) as model:
-            model.generate(random_ids(1, 8), **OPTIONS)
+            with pytest.raises(RefusedError, match="wrong activations"):
+                model.generate(random_ids(1, 8), **OPTIONS)
             model.close()
             assert audit_outcomes(model) == {"passed": 2, "failed": 1}
         with (
@@ -291,7 +261,7 @@ def test_nodes_audit_for_a_client_without_weights(
         joined(llama, addresses, "chain", audit=1.0) as model,
     ):
         connection: Any = model._ensure_connection()
-        liar, honest = (_peer_of(tmp_path / f"node-{number}.key") for number in (1, 2))
+        liar, honest = (peer_of(tmp_path / f"node-{number}.key") for number in (1, 2))
         avoided = liar if others_lie else honest
         connection._planner.barred = {avoided}
         holders = NodeRecomputation.find_holders
@@ -301,16 +271,13 @@ def test_nodes_audit_for_a_client_without_weights(
             return await holders(self, work)
 
         monkeypatch.setattr(NodeRecomputation, "find_holders", find_holders)
-        model.generate(random_ids(1, 8), **OPTIONS)
+        wrong = generate_once(model, random_ids(1, 8))
+        assert (None if wrong is None else wrong.peer) == (None if others_lie else liar)
         model.close()
         # No other node has the first blocks.
         found = audit_outcomes(model)
         assert found == {"failed": 1, "not audited": 2 if others_lie else 1}
         assert connection._auditor.history.barred.keys() & {liar, honest} == {liar}
-
-
-def _peer_of(path: Path) -> PeerId:
-    return Identity.load_or_create(path).peer_id
 
 
 def test_a_star_is_not_shown_to_other_nodes_unasked(
@@ -336,18 +303,10 @@ def test_a_newcomer_that_always_lies_is_found_within_29_sessions(
     """
     spans = thirds(BLOCKS)
     lie(monkeypatch, spans[1], scale)
-    measured = iter(range(6))
-
-    def boast(blocks: ModelBlocks) -> SpanThroughput:
-        found = measure_throughput(blocks)
-        factor = 50.0 if next(measured) == 1 else 1.0
-        return replace(found, decode_tokens_per_s=factor * found.decode_tokens_per_s)
-
-    monkeypatch.setattr(served_span, "measure_throughput", boast)
-    monkeypatch.setattr(span_speed, "SAMPLE_INTERVAL_S", 1e6)
+    boast(monkeypatch)
     prompt, sessions = random_ids(1, 8), []
     with in_process_swarm(llama, spans * 2, tmp_path) as addresses:
-        liar = _peer_of(tmp_path / "node-1.key")
+        liar = peer_of(tmp_path / "node-1.key")
         for seed in range(40):
             with joined(llama, addresses, "chain", audit=0.01) as model:
                 sessions.append(_sessions_until_found(model, prompt, liar, seed))
@@ -368,7 +327,10 @@ def _sessions_until_found(
     connection._planner.barred = own.history.barred
     count = 0
     while count < 29:
-        with model.inference_session(max_length=16) as session:
+        with (
+            suppress(WrongActivationsError),
+            model.inference_session(max_length=16) as session,
+        ):
             count += liar in {hop.peer_id for hop in session.hops}
             model.generate(prompt, session=session, max_new_tokens=4, do_sample=False)
         while own._tasks:

@@ -193,18 +193,22 @@ async def _prepare(
 ) -> PendingResponse:
     job = await _make_job(gateway, model, body, tools)
     reserve_logprobs([job], param="top_logprobs")
-    answer = ChatCompletionBuilder(
-        body.model or model.name,
-        system_fingerprint(model.model_id),
-        n=job.n,
-        with_logprobs=job.top_logprobs is not None,
-        usage=usage.start(model.name, len(job.prompt)),
-        make_parser=_tool_call_parser(model, tools) if tools else None,
-    )
+    make_parser = _tool_call_parser(model, tools) if tools else None
+
+    def new_answer() -> ChatCompletionBuilder:
+        return ChatCompletionBuilder(
+            body.model or model.name,
+            system_fingerprint(model.model_id),
+            n=job.n,
+            with_logprobs=job.top_logprobs is not None,
+            usage=usage.start(model.name, len(job.prompt)),
+            make_parser=make_parser,
+        )
+
     run = gateway.job_runner(model, [job])
     return PendingResponse(
-        partial(answer.build_json, run),
-        partial(answer.stream_chunks, run, with_usage=body.wants_usage),
+        lambda: new_answer().build_json(run),
+        lambda: new_answer().stream_chunks(run, with_usage=body.wants_usage),
     )
 
 

@@ -172,19 +172,24 @@ async def _prepare(
     prompts = body.prompts()
     jobs = await _make_jobs(gateway, model, body, prompts)
     reserve_logprobs(jobs, param="logprobs")
-    answer = CompletionBuilder(
-        body.model or model.name,
-        system_fingerprint(model.model_id),
-        n=body.n or 1,
-        prompts=len(jobs),
-        echoes=await _prompt_texts(model, prompts) if body.echo else None,
-        with_logprobs=body.logprobs is not None,
-        usage=usage.start(model.name, sum(len(job.prompt) for job in jobs)),
-    )
+    echoes = await _prompt_texts(model, prompts) if body.echo else None
+    asked = sum(len(job.prompt) for job in jobs)
+
+    def new_answer() -> CompletionBuilder:
+        return CompletionBuilder(
+            body.model or model.name,
+            system_fingerprint(model.model_id),
+            n=body.n or 1,
+            prompts=len(jobs),
+            echoes=echoes,
+            with_logprobs=body.logprobs is not None,
+            usage=usage.start(model.name, asked),
+        )
+
     run = gateway.job_runner(model, jobs)
     return PendingResponse(
-        partial(answer.build_json, run),
-        partial(answer.stream_chunks, run, with_usage=body.wants_usage),
+        lambda: new_answer().build_json(run),
+        lambda: new_answer().stream_chunks(run, with_usage=body.wants_usage),
     )
 
 

@@ -202,10 +202,15 @@ async def _prepare(
     reserve_logprobs([job], param="top_logprobs")
     # The answer does not repeat the input, so its memory is freed.
     body = body.model_copy(update={"model": body.model or model.name, "input": ""})
-    answer = ResponseBuilder(body, job, usage=usage.start(model.name, len(job.prompt)))
-    run = gateway.job_runner(model, [job])
+
+    def new_answer() -> ResponseBuilder:
+        return ResponseBuilder(body, job, usage=usage.start(model.name, len(job.prompt)))
+
+    run, streamed = gateway.job_runner(model, [job]), new_answer()
     return PendingResponse(
-        partial(answer.build_json, run), partial(answer.stream_events, run), answer.failed_event
+        lambda: new_answer().build_json(run),
+        lambda: streamed.stream_events(run),
+        streamed.failed_event,
     )
 
 

@@ -28,6 +28,7 @@ from nesa_node.client.model.activity import ActivityTracker
 from nesa_node.client.model.auto import open_model
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.loop_thread import Interrupt
+from nesa_node.client.model.reruns import run_until_right
 from nesa_node.client.session.telemetry import SessionMetrics, session_samples
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import ModelId
@@ -220,7 +221,9 @@ class ServedModel:
         def work() -> list[Tensor]:
             tokens = sum(map(len, prompts))
             with self.activity.track_session(self.model_id, prompt_tokens=tokens) as running:
-                found = embed(self._model, prompts, running=running, interrupt=interrupt)
+                found = run_until_right(
+                    lambda: embed(self._model, prompts, running=running, interrupt=interrupt)
+                )
             return [vector_D.clone() for vector_D in found]
 
         task = self._submit(work, interrupt)

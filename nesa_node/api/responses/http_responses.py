@@ -37,6 +37,7 @@ from nesa_node.core.errors import (
     ResourceError,
     SwarmError,
     UnsupportedFeatureError,
+    WrongActivationsError,
 )
 from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import WaitTracker
@@ -48,6 +49,7 @@ _ERROR_TABLE: tuple[tuple[type[NesaError], int, str, float | None], ...] = (
     (ContextLengthError, 400, "context_length_exceeded", None),
     (UnsupportedFeatureError, 400, "unsupported_parameter", None),
     (MissingBlocksError, 503, "missing_blocks", 10),
+    (WrongActivationsError, 502, "wrong_activations", 0),
     (BusyError, 503, "busy", 5),
     (RefusedError, 502, "refused", None),
     (ProtocolError, 502, "broken_chain", 2),

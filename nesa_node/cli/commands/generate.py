@@ -153,8 +153,7 @@ def chat(
             following.reconnect,
         )
         talk.check_first_message_fits()
-        with suppress(EOFError):
-            talk.run()
+        talk.run()
     return 0
 
 
@@ -195,7 +194,7 @@ class _Conversation:
         self._check_length(ids_1L, "the shortest message", f"lower --max-new-tokens{more}")
 
     def run(self) -> None:
-        """Read lines until the end of input or /exit. Raises `EOFError` at the end of input."""
+        """Read lines until the end of input or /exit."""
         interactive = sys.stdin.isatty()
         accept_invalid_utf8()
         if interactive:
@@ -203,8 +202,12 @@ class _Conversation:
             with suppress(ImportError):
                 import readline  # noqa: F401  (gives `input` its line editing)
         try:
-            while (line := (_read_terminal_line() if interactive else input()).strip()) != "/exit":
-                self._handle_line(line, interactive=interactive)
+            with suppress(EOFError):
+                read = _read_terminal_line if interactive else input
+                while (line := read().strip()) != "/exit":
+                    self._handle_line(line, interactive=interactive)
+            if self._session is not None:
+                self._session.finish()
         finally:
             if self._session is not None:
                 self._session.close()

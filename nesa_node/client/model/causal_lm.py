@@ -35,6 +35,7 @@ from nesa_node.client.model.layers import (
     selected_indices,
 )
 from nesa_node.client.model.loop_thread import HeldContext, Interrupt, LoopThread
+from nesa_node.client.model.reruns import run_until_right
 from nesa_node.client.session.base import (
     Connect,
     RowSlice,
@@ -341,15 +342,15 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
                 "and use session.step(), or pass past_key_values=SessionCache(session)"
             )
         elif wanted:
-            logits, hidden_states = self._forward_with_hidden_states(
-                input_ids, attention_mask, logits_to_keep, wanted
+            logits, hidden_states = run_until_right(
+                lambda: self._forward_with_hidden_states(
+                    input_ids, attention_mask, logits_to_keep, wanted
+                )
             )
         else:
-            rows, columns = input_ids.shape
-            with self.inference_session(columns, rows) as session:
-                logits = self._session_logits(
-                    SessionCache(session), input_ids, attention_mask, logits_to_keep
-                )
+            logits = run_until_right(
+                lambda: self._forward_without_cache(input_ids, attention_mask, logits_to_keep)
+            )
         cache: Any = past_key_values
         states: Any = hidden_states
         output = CausalLMOutputWithPast(logits=logits, past_key_values=cache, hidden_states=states)
@@ -400,6 +401,17 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         want = batch.choose_want(logits_to_keep)
         hidden_TD = session.feed(batch.row_ids, want)
         return batch.logits(hidden_TD, want, logits_to_keep, self.ends.head)
+
+    def _forward_without_cache(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor,
+    ) -> torch.Tensor:
+        rows, columns = input_ids.shape
+        with self.inference_session(columns, rows) as session:
+            cache = SessionCache(session)
+            return self._session_logits(cache, input_ids, attention_mask, logits_to_keep)
 
     def _forward_with_hidden_states(
         self,

@@ -20,6 +20,7 @@ from nesa_node.client.model.generation_options import (
 from nesa_node.client.model.head import EmbeddingAndHead
 from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.client.model.layers import HiddenStateSelection, PackedBatch, check_mask, pack
+from nesa_node.client.model.reruns import run_until_right
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 
 
@@ -179,6 +180,9 @@ class DistributedGenerationMixin(GenerationMixin):
 
         With `output_hidden_states` and `return_dict_in_generate`, greedy search and sampling run
         the finished texts once more, as `forward` does, and split the result into steps.
+
+        Where an audit finds a node's work to be wrong, the call runs again without that node; with
+        a `streamer`, or where several nodes in a row lie, it raises `WrongActivationsError`.
         """
         if kwargs.get("past_key_values") is not None:
             raise UnsupportedFeatureError(
@@ -194,14 +198,23 @@ class DistributedGenerationMixin(GenerationMixin):
             )
         if session is not None and session.ends is not self.ends:
             raise ValueError("the session was opened by another model")
-        cache = SessionCache(session, match_prefix=True)
-        try:
-            result: Any = super().generate(  # type: ignore[misc]
-                inputs, *args, past_key_values=cache, **kwargs
-            )
-        finally:
-            if session is None and cache.session is not None:
-                cache.session.close()
+
+        def run() -> tuple[Any, SessionCache]:
+            cache = SessionCache(session, match_prefix=True)
+            try:
+                found: Any = super(DistributedGenerationMixin, self).generate(  # type: ignore[misc]
+                    inputs, *args, past_key_values=cache, **kwargs
+                )
+                if session is None and cache.session is not None:
+                    cache.session.finish()
+            finally:
+                if session is None and cache.session is not None:
+                    cache.session.close()
+            return found, cache
+
+        # What a streamer got cannot be taken back, nor a session that goes on.
+        is_final = session is not None or kwargs.get("streamer") is not None
+        result, cache = run() if is_final else run_until_right(run)
         if isinstance(result, dict):
             result["past_key_values"] = None
             if cache.output_hidden_states:

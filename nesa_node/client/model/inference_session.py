@@ -249,17 +249,36 @@ class InferenceSession:
                 "open the session with the batch size times num_return_sequences"
             )
 
+    def finish(self) -> None:
+        """Close, and wait for audits of the session, if any were drawn, but not for long.
+
+        Leaving the context does so, too. Raises `WrongActivationsError` where an audit fails: what
+        the session computed is not to be used.
+        """
+        if not self.closed:
+            self._keep_tokens()
+            self._run(self._blocks.finish())
+            self._release()
+
     def close(self) -> None:
         """Release the caches on every hop, which keeps pages for later sessions. Idempotent."""
-        if self._prefix is not None and not self.closed:
+        if not self.closed:
+            self._keep_tokens()
+            self._release()
+
+    def _keep_tokens(self) -> None:
+        """Tell nodes, on closing, what pages they may keep."""
+        if self._prefix is not None:
             self._prefix.final_tokens[:] = self._tokens
-        self._release()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.close()
 
     def _first_equal_rows(self, new_tokens: Sequence[Sequence[int]]) -> list[int]:
         """For each row the first row with equal tokens, or itself if a copy is not worth it."""

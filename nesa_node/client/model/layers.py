@@ -75,6 +75,11 @@ class LayeredSession:
         for layer in self._layers:
             await layer.reorder(sources)
 
+    async def finish(self) -> None:
+        await self.close()
+        for layer in self._layers:
+            await layer.finish()
+
     async def close(self) -> None:
         for layer in self._layers:
             await layer.close()
@@ -160,7 +165,7 @@ async def run_block_outputs(
 
     `wanted` are indices as in `selected_indices`. The last block's output and index 0 are always
     among the results, each [T, D] in the dtype of `hidden_TD`. `slices` begin at position 0. Raises
-    what `SwarmConnection.open_session` and `BlockSession.step` raise.
+    what `SwarmConnection.open_session`, `BlockSession.step` and `BlockSession.finish` raise.
     """
     rows = max(part.row for part in slices) + 1
     max_tokens = max(part.count for part in slices)
@@ -169,6 +174,7 @@ async def run_block_outputs(
         opening = connection.open_session(span, rows=rows, max_tokens=max_tokens)
         async with opening as session:
             hidden_TD = await session.step(hidden_TD, slices)
+            await session.finish()
         states[span.end] = hidden_TD
     return states
 
@@ -317,6 +323,9 @@ class LocalSession:
         for cache, tables in zip(self._caches, self._tables, strict=True):
             cache.reorder(tables, sources)
         self._lengths = [self._lengths[source] for source in sources]
+
+    async def finish(self) -> None:
+        await self.close()
 
     async def close(self) -> None:
         for cache in self._caches:

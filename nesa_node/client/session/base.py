@@ -216,6 +216,13 @@ class BlockSession(Protocol):
         """Let each row continue as a copy of row `sources[row]`, for beam search."""
         ...
 
+    async def finish(self) -> None:
+        """Close, and wait for audits of its work, but not for long.
+
+        Raises `WrongActivationsError` where they fail: what the session computed is not to be used.
+        """
+        ...
+
     async def close(self) -> None:
         """Release the caches on every hop. Idempotent."""
         ...

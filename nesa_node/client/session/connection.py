@@ -160,6 +160,8 @@ class RemoteConnection:
         adapter: bytes = b"",
     ) -> AsyncIterator[RemoteSession]:
         """See `SwarmConnection.open_session`."""
+        if prefix is not None and self._auditor is not None:
+            prefix = replace(prefix, salt=self._auditor.history.derive_salt(prefix.salt))
         adapted = replace(self._request, adapter=adapter)
         model_id, precision = adapted.model_id, adapted.numerics_label
         request = replace(

@@ -40,6 +40,7 @@ from nesa_node.core.errors import (
     ProtocolError,
     RefusedError,
     RemoteError,
+    WrongActivationsError,
 )
 from nesa_node.core.ids import PeerId
 from nesa_node.core.logging import bind_session, get_logger, session_name
@@ -54,6 +55,8 @@ log = get_logger(__name__)
 
 MAX_FRUITLESS_ATTEMPTS = 20
 """Most attempts at a step that makes no progress, each over a newly linked chain."""
+AUDIT_WAIT_S = 10.0
+"""Most time that the end of a session waits for its audits. Later ones only bar nodes."""
 REPLICATION_INTERVAL_S = 0.25
 """Seconds between updates of successors: newer tokens are computed again after a failover."""
 
@@ -91,6 +94,8 @@ class RemoteSession:
         self._replay = StepReplay(self._route, request, self._pipeline)
         self._auditor = auditor
         self._audit = SessionAudit(self._route, request, self._replay)
+        self._is_closed = False
+        self._audits: list[asyncio.Task[WrongActivationsError | None]] = []
         if auditor is not None:
             self._route.opener.draws = auditor.draws
         self._rebuilder = ChainRebuilder(self._route, request, self._replay, open_limiter, rng=rng)
@@ -152,9 +157,11 @@ class RemoteSession:
         chunk_tokens: int | None = None,
     ) -> torch.Tensor:
         """See `BlockSession.step`. Raises `MissingBlocksError` if lost blocks are not replaced in
-        time. With `chunk_tokens` the step is sent in chunks of that many tokens.
+        time, and `WrongActivationsError` once another session has found a node of this one wrong.
+        With `chunk_tokens` the step is sent in chunks of that many tokens.
         """
         self._check_step(hidden_TD, rows)
+        self._check_barred()
         await self._replace_leavers()
         began = time.perf_counter()
         chunks = deque(split_step(rows, want, len(self.hops), chunk_tokens))
@@ -228,13 +235,29 @@ class RemoteSession:
             # Which rows each node holds is unknown.
             await self._recover(reopen=True)
 
+    async def finish(self) -> None:
+        """See `BlockSession.finish`."""
+        await self.close()
+        if not self._audits:
+            return
+        done, waiting = await asyncio.wait(self._audits, timeout=AUDIT_WAIT_S)
+        if waiting:
+            with self._log_context():
+                log.warning("audits_continue", audits=len(waiting), waited_s=AUDIT_WAIT_S)
+        for audit in done:
+            if (wrong := audit.result()) is not None:
+                raise wrong
+
     async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         await self._reconsidering.close()
         request, prefix, hops = self._request, self._prefix, len(self.hops)
         with self._log_context():
             try:
                 if self._auditor is not None:
-                    await self._auditor.audit(self._audit, self._lengths)
+                    self._audits += await self._auditor.audit(self._audit, self._lengths)
             finally:
                 await self._route.close(
                     prefix.final_digests(request.model_id, request.numerics_label) if prefix else ()
@@ -279,6 +302,17 @@ class RemoteSession:
                 raise CacheFullError(
                     f"row {part.row} would hold {part.position + part.count} tokens; "
                     f"the session was opened for {self.max_tokens}"
+                )
+
+    def _check_barred(self) -> None:
+        """Raise `WrongActivationsError` where an audit of another session barred a node of this."""
+        if self._auditor is None:
+            return
+        for hop in self.hops:
+            if (reason := self._auditor.barred.get(hop.peer_id)) is not None:
+                blocks = hop.span.start, hop.span.end
+                raise WrongActivationsError(
+                    hop.peer_id, blocks, None, f"{hop.peer_id} is not used any more: {reason}"
                 )
 
     def _encode_chunks(

@@ -1,10 +1,13 @@
 """What a user's audits said of each node, kept on disk: passed audits, and nodes not used any more.
 
+What nodes cached behind a wrong one is wrong, too: prefixes get another salt then.
+
 A local SQLite file, since several programs of a user may write at once. It is never sent anywhere.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -38,8 +41,16 @@ create table if not exists peers (
 """
 _ADD = """
 insert into peers (peer, passed, barred_for, audited_at) values (:peer, :passed, :reason, :now)
-on conflict (peer) do update set passed = passed + :passed, audited_at = :now,
+on conflict (peer) do update set audited_at = :now,
+    passed = case when :passed = 0 then 0 else passed + :passed end,
     barred_for = case when :reason = '' then barred_for else :reason end
+"""
+_CACHES_TABLE = """
+create table if not exists caches (id integer primary key check (id = 1), disowned integer not null)
+"""
+_DISOWN = """
+insert into caches (id, disowned) values (1, 1)
+on conflict (id) do update set disowned = disowned + 1
 """
 _FORGET = """
 delete from peers where peer in (select peer from peers order by audited_at desc
@@ -60,6 +71,8 @@ class AuditHistory:
         """Passed audits by node."""
         self.barred: dict[PeerId, str] = {}
         """Why nodes are not used, by node."""
+        self.disowned = 0
+        """How often prefix caches were disowned."""
         for peer, passed, reason in self._read():
             self.passed[PeerId(peer)] = passed
             if reason:
@@ -75,15 +88,30 @@ class AuditHistory:
         self._write(peer, 1, "")
 
     def bar(self, peer: PeerId, reason: str) -> None:
-        """Do not use `peer` any more."""
+        """Do not use `peer` any more, nor what is cached in nodes after it."""
         self.barred[peer] = reason
-        self._write(peer, 0, reason)
+        self.disown_caches(peer)
+
+    def disown_caches(self, peer: PeerId) -> None:
+        """Reuse no prefix that is cached now. `peer`, whose cache was wrong, is a newcomer."""
+        self.passed[peer] = 0
+        self.disowned += 1
+        self._write(peer, 0, self.barred.get(peer, ""))
+
+    def derive_salt(self, salt: bytes) -> bytes:
+        """`salt` for prefixes that have nothing in common with those that were disowned."""
+        if not self.disowned:
+            return salt
+        number = self.disowned.to_bytes(8, "big")
+        return hashlib.blake2b(number, key=salt, digest_size=len(salt)).digest()
 
     def _read(self) -> list[tuple[str, int, str]]:
         if self._path is None or not self._path.exists():
             return []
         try:
             with self._open(self._path) as database:
+                for (disowned,) in database.execute("select disowned from caches"):
+                    self.disowned = disowned
                 return database.execute("select peer, passed, barred_for from peers").fetchall()
         except sqlite3.Error as error:
             log.warning("audits_not_read", path=str(self._path), reason=str(error))
@@ -97,6 +125,8 @@ class AuditHistory:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._open(self._path) as database, database:
                 database.execute(_ADD, values)
+                if not passed:
+                    database.execute(_DISOWN)
                 database.execute(_FORGET, {"limit": MAX_PEERS})
         except (OSError, sqlite3.Error) as error:
             log.warning("audit_not_kept", path=str(self._path), reason=str(error))
@@ -105,4 +135,5 @@ class AuditHistory:
     def _open(self, path: Path) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S)) as database:
             database.execute(_TABLE)
+            database.execute(_CACHES_TABLE)
             yield database

@@ -10,8 +10,9 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from nesa_node.client.verification.audit_history import AuditHistory, AuditOutcome
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
@@ -25,7 +26,7 @@ from nesa_node.client.verification.session_audit import (
     SessionAuditor,
 )
 from nesa_node.core.decision_log import DecisionLog, LoggedDecision
-from nesa_node.core.errors import NesaError
+from nesa_node.core.errors import NesaError, WrongActivationsError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.weights.checkpoint import Checkpoint
@@ -68,7 +69,22 @@ class AuditRecord:
     worst: float | None = None
     mean: float | None = None
     of_allowed: float | None = None
+    position: int | None = None
+    """First token whose error alone is too large."""
     reason: str = ""
+
+    def to_error(self) -> WrongActivationsError | None:
+        """What is wrong with the session's work, if anything is."""
+        if self.outcome not in ("failed", "unclear"):
+            return None
+        peer = self.peer if self.outcome == "failed" else None
+        what = f"{self.peer} gave {self.describe_fault()}"
+        return WrongActivationsError(peer, self.blocks, self.position, what)
+
+    def describe_fault(self) -> str:
+        since = "" if self.position is None else f", from token {self.position} on"
+        reason = self.reason or f"its errors are {self.of_allowed:.3g} x those allowed"
+        return f"wrong activations of blocks {Span(*self.blocks)}{since}: {reason}"
 
 
 class Auditor(SessionAuditor):
@@ -103,10 +119,18 @@ class Auditor(SessionAuditor):
         """See `SessionAuditor`."""
         return self._rng.random() < self.history.draw_rate(peer, self._rate)
 
-    async def audit(self, session: SessionAudit, lengths: Sequence[int]) -> None:
+    @property
+    def barred(self) -> Mapping[PeerId, str]:
         """See `SessionAuditor`."""
+        return self.history.barred
+
+    async def audit(
+        self, session: SessionAudit, lengths: Sequence[int]
+    ) -> list[asyncio.Task[WrongActivationsError | None]]:
+        """See `SessionAuditor`."""
+        started = []
         if not any(lengths):
-            return
+            return []
         for link in session.audited_links():
             if len(self._tasks) >= MAX_WAITING or self._is_left_out(link.hop, sum(lengths)):
                 continue
@@ -116,12 +140,19 @@ class Auditor(SessionAuditor):
                 ):
                     work = await session.collect(link, lengths)
             except SealMismatchError as error:
-                await self._finish(session.session, self._record(link.hop, "failed", str(error)))
+                record = self._record(link.hop, "failed", str(error))
+                started.append(self._start(self._finish(session.session, record)))
             except (NesaError, OSError) as error:
                 record = self._record(link.hop, "not audited", str(error))
-                await self._finish(session.session, record)
+                started.append(self._start(self._finish(session.session, record)))
             else:
-                self._tasks.start(self._audit_work(work), name="audit")
+                started.append(self._start(self._audit_work(work)))
+        return [task for task in started if task is not None]
+
+    def _start(
+        self, audit: Coroutine[Any, Any, WrongActivationsError | None]
+    ) -> asyncio.Task[WrongActivationsError | None] | None:
+        return self._tasks.start(audit, name="audit")
 
     async def close(self) -> None:
         """Wait for audits that were drawn, but not for long."""
@@ -137,15 +168,16 @@ class Auditor(SessionAuditor):
         size = tokens * len(hop.span)
         return self._rng.random() * size >= MAX_TOKEN_BLOCKS
 
-    async def _audit_work(self, work: HopWork) -> None:
+    async def _audit_work(self, work: HopWork) -> WrongActivationsError | None:
         hop = Hop(work.peer, work.span)
         async with self._turn:
             try:
                 records = await self._compute_again(work, hop)
             except (NesaError, OSError) as error:
                 records = [self._record(hop, "not audited", str(error))]
-        for record in records:
-            await self._finish(work.session, record)
+        # All are to be kept, and only the first is about the session.
+        wrong, *_ = [await self._finish(work.session, record) for record in records]
+        return wrong
 
     async def _compute_again(self, work: HopWork, hop: Hop) -> list[AuditRecord]:
         missing = await asyncio.to_thread(missing_bytes, self._checkpoint, work)
@@ -157,7 +189,7 @@ class Auditor(SessionAuditor):
                 )
             return await self._audit_at_node(work, hop, self.nodes)
         found = await asyncio.to_thread(self._compare, work)
-        return [self._describe(hop, found, is_own=work.is_own)]
+        return [self._describe(work, hop, found)]
 
     async def _audit_at_node(
         self, work: HopWork, hop: Hop, nodes: NodeRecomputation
@@ -176,16 +208,16 @@ class Auditor(SessionAuditor):
             pick_known(outputs, work),
             find_threshold(kind, len(work.span)),
         )
-        record = replace(self._describe(hop, found, is_own=work.is_own), auditor=other)
+        record = replace(self._describe(work, hop, found), auditor=other)
         if record.outcome != "failed":
             return [record]
         referee = Referee(self._checkpoint, nodes)
         liar = await referee.find_liar(work, replace(kind, codec="none"), other, outputs)
-        records = [self._record(Hop(liar.peer, liar.span), "failed", liar.reason)]
-        if liar.peer != work.peer:
-            reason = f"{other}, which computed it again, did so wrongly"
-            records.append(self._record(hop, "not audited", reason))
-        return records
+        failed = self._record(Hop(liar.peer, liar.span), "failed", liar.reason)
+        if liar.peer == work.peer:
+            return [replace(failed, position=record.position)]
+        reason = f"{other}, which computed it again, did so wrongly"
+        return [self._record(hop, "not audited", reason), failed]
 
     def _kind(self, work: HopWork) -> ComputationKind:
         declared = work.computation
@@ -220,8 +252,9 @@ class Auditor(SessionAuditor):
             reason=reason,
         )
 
-    def _describe(self, hop: Hop, found: Comparison, *, is_own: bool) -> AuditRecord:
-        is_unclear = found.outcome == "failed" and not is_own
+    def _describe(self, work: HopWork, hop: Hop, found: Comparison) -> AuditRecord:
+        is_unclear = found.outcome == "failed" and not work.is_own
+        first = found.first_wrong
         reason = "its cache had tokens of an earlier session or node" if is_unclear else ""
         return replace(
             self._record(hop, "unclear" if is_unclear else found.outcome, reason),
@@ -229,9 +262,10 @@ class Auditor(SessionAuditor):
             worst=found.worst,
             mean=found.mean,
             of_allowed=found.of_allowed,
+            position=None if first is None else work.rows[found.row].positions[first],
         )
 
-    async def _finish(self, session: bytes, record: AuditRecord) -> None:
+    async def _finish(self, session: bytes, record: AuditRecord) -> WrongActivationsError | None:
         self.outcomes[record.outcome] += 1
         if record.outcome == "failed":
             log.error("wrong_activations", **asdict(record))
@@ -239,14 +273,15 @@ class Auditor(SessionAuditor):
             log.info("node_audited", **asdict(record))
         # Other programs of this user may hold the files' locks.
         await asyncio.to_thread(self._keep, session, record)
+        return record.to_error()
 
     def _keep(self, session: bytes, record: AuditRecord) -> None:
         if record.outcome == "passed":
             self.history.record_passed(record.peer)
         elif record.outcome == "failed":
-            reason = record.reason or f"its errors are {record.of_allowed:.3g} x those allowed"
-            what = f"wrong activations of blocks {Span(*record.blocks)}: {reason}"
-            self.history.bar(record.peer, what)
+            self.history.bar(record.peer, record.describe_fault())
+        elif record.outcome == "unclear":
+            self.history.disown_caches(record.peer)
         if self._decisions is not None:
             try:
                 self._decisions.add(

@@ -5,7 +5,8 @@ T packed tokens, L tokens of a row, P positions of it whose outputs are known, D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,12 @@ from nesa_node.client.session.hop import HopLink
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.compression import tensors
 from nesa_node.compression.codecs import EXACT, codec_name
-from nesa_node.core.errors import NesaError, ProtocolError, RemoteError
+from nesa_node.core.errors import (
+    NesaError,
+    ProtocolError,
+    RemoteError,
+    WrongActivationsError,
+)
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.swarm.protocol.messages import Computation, RowSlice
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer
@@ -228,12 +234,22 @@ class SessionAudit:
 class SessionAuditor(Protocol):
     """Draws a session's hops when they are opened, and audits them when it closes."""
 
+    @property
+    def barred(self) -> Mapping[PeerId, str]:
+        """Nodes that failed, and why."""
+        ...
+
     def draws(self, peer: PeerId) -> bool:
         """Whether the session's work at `peer` is audited."""
         ...
 
-    async def audit(self, session: SessionAudit, lengths: Sequence[int]) -> None:
-        """Collect the work of drawn hops before the session closes; it is audited afterwards."""
+    async def audit(
+        self, session: SessionAudit, lengths: Sequence[int]
+    ) -> list[asyncio.Task[WrongActivationsError | None]]:
+        """Collect the work of drawn hops before the session closes; it is audited afterwards.
+
+        Each task returns what is wrong with a hop's work, if anything is.
+        """
         ...
 
 

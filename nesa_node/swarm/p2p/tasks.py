@@ -28,20 +28,23 @@ class TaskSet:
     """
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
+    def start(
+        self, coroutine: Coroutine[Any, Any, Result], *, name: str
+    ) -> asyncio.Task[Result] | None:
         """Run `coroutine` as a task; after `close` it is discarded."""
         if self._closed:
             coroutine.close()
-            return
+            return None
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     async def join(self) -> None:
         """Start no more tasks, and wait for the end of the running ones."""
@@ -57,7 +60,7 @@ class TaskSet:
                 task.cancel()
             await asyncio.wait(self._tasks)
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
+    def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("task_failed", task=task.get_name(), exc_info=error)
