@@ -23,6 +23,7 @@
     │   ├── PeerUnreachableError    a peer could not be dialled or went silent
     │   │   └── NoAddressError      no address of it is known here
     │   ├── RecordError             an invalid DHT record
+    │   ├── AttestationError        hardware evidence that is missing, or does not hold
     │   ├── MissingBlocksError      no node holds some blocks of the model
     │   └── WrongActivationsError   an audit found what a node computed to be wrong
     ├── ProtocolError               a message broke the protocol; `code` is its name on the wire
@@ -44,6 +45,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from functools import cache
+from typing import Literal
 
 
 class NesaError(Exception):
@@ -134,6 +136,19 @@ class RecordError(SwarmError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+AttestationFault = Literal[
+    "malformed", "certificate", "signature", "expired", "status", "binding", "measurement", "absent"
+]
+
+
+class AttestationError(SwarmError):
+    """Hardware evidence that is missing or does not hold; `fault` says in which respect."""
+
+    def __init__(self, fault: AttestationFault, message: str) -> None:
+        super().__init__(message)
+        self.fault: AttestationFault = fault
 
 
 class MissingBlocksError(SwarmError):

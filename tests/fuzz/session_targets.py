@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import msgspec
 import torch
+from cryptography.utils import CryptographyDeprecationWarning
 
 from nesa_node.compression import tensors
 from nesa_node.compression.codecs import (
@@ -34,6 +36,7 @@ from nesa_node.swarm.protocol.adapter_messages import (
     AdapterQuery,
 )
 from nesa_node.swarm.protocol.any_message import decode_message, encode_message, tensor_of
+from nesa_node.swarm.protocol.attest_messages import Attested, QuotePart
 from nesa_node.swarm.protocol.messages import (
     Busy,
     Close,
@@ -50,9 +53,14 @@ from nesa_node.swarm.protocol.messages import (
 )
 from nesa_node.swarm.protocol.stream import Stream
 from nesa_node.topology.links.matrix import MeasuredLink, pack_links, unpack_links
+from nesa_node.verification.attestation.check import check_attestation
+from nesa_node.verification.attestation.policy import AttestationPolicy
 from tests.fuzz.mutation import MSGPACK
 from tests.fuzz.swarm_targets import PEER, fed_pipe
 from tests.fuzz.target import Parse, Target
+from tests.verification.attestation.made_quotes import nvidia_quote, snp_quote
+from tests.verification.attestation.recorded_quotes import NAMES as RECORDED
+from tests.verification.attestation.recorded_quotes import SNP_AT, recorded
 
 MAX_TENSOR_BYTES = 64 * 1024
 _CODECS = ("none", "bfloat16", "float16", "lossless", "int8", "int8:64:4", "int4", "int4:32:16")
@@ -209,7 +217,44 @@ def _spec_seeds() -> list[bytes]:
     ]
 
 
+def _attested_seeds() -> list[bytes]:
+    quotes = [recorded(name)[0] for name in RECORDED]
+    quotes += [snp_quote(bytes(64)), nvidia_quote(bytes(32))]
+    return [
+        encode_message(
+            Attested(blocks=(0, 3), weights_root=bytes(32), quotes=(QuotePart.of(quote),))
+        )
+        for quote in quotes
+    ]
+
+
+@contextmanager
+def _attested() -> Iterator[Parse]:
+    rule = {"measurements": {"any": ["any"]}}
+    kinds = {"tdx": rule, "sgx": rule, "snp": rule, "nvidia": rule}
+    accept = [{kind: each} for kind, each in kinds.items()]
+    policy = AttestationPolicy.model_validate({"accept": accept})
+
+    def parse(data: bytes) -> None:
+        message = decode_message(data)
+        if isinstance(message, Attested):
+            quotes = [part.to_quote() for part in message.quotes]
+            check_attestation(quotes, bytes(32), bytes(32), message.weights_root, policy, SNP_AT)
+            raise AssertionError("a quote of other hardware, for other nodes, was accepted")
+
+    with warnings.catch_warnings():
+        # cryptography warns of certificates that it will refuse in a later version.
+        warnings.simplefilter("ignore", CryptographyDeprecationWarning)
+        yield parse
+
+
 TARGETS: dict[str, Target] = {
+    "attested": Target(
+        open=_attested,
+        seeds=_attested_seeds,
+        tokens=(*MSGPACK, b"snp", b"nvidia", b"tdx", b"-----BEGIN CERTIFICATE-----\n"),
+        weight=0.1,
+    ),
     "training_spec": Target(
         open=_training_specs,
         seeds=_spec_seeds,

@@ -73,6 +73,7 @@ class AutoDistributedModelForCausalLM:
         adapter: str | None = None,
         audit: float = DEFAULT_AUDIT_RATE,
         auditors: AuditorChoice = "auto",
+        require_attestation: str | Path | None = None,
     ) -> DistributedModelForCausalLM:
         """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
 
@@ -105,6 +106,9 @@ class AutoDistributedModelForCausalLM:
         (`auditors` "auto"; "client": never by nodes; "nodes": always). A node that computed
         something else is logged by name and not used any more.
 
+        `require_attestation` is a policy (a JSON or TOML file): only nodes are used whose hardware
+        proves what it demands (`docs/verification.md`).
+
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for contradictory
         arguments, a missing device and malformed initial peers.
         """
@@ -131,6 +135,9 @@ class AutoDistributedModelForCausalLM:
             audit=audit,
             auditors=auditors,
             audits_path=default_audits_path(),
+            require_attestation=(
+                None if require_attestation is None else user_path(require_attestation)
+            ),
             decisions_path=default_decisions_path(),
         )
         return build_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar, get_args
@@ -142,6 +142,34 @@ class NodeSelector:
         is recorded under `session`, if given. Raises `MissingBlocksError`, `ModelMismatchError`,
         `ContextLengthError` or `RefusedError`, by the reason why the blocks cannot be had.
         """
+        while True:
+            view, plan = await self._plan_once(
+                keep,
+                drop,
+                may_ping=may_ping,
+                exclude_suspects=exclude_suspects,
+                standby_of=standby_of,
+            )
+            addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}
+            if await self._are_attested([h for h in plan.hops if h not in keep], addresses):
+                break
+        costing = partial(self._planner.expected_step_s, view, plan.hops)
+        if standby_of is None:
+            self.expected_s = await _run_planning(view.snapshot, costing)
+        if session:
+            reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
+            self._planner.record_decision(session, reason, view, plan)
+        return plan.hops, addresses
+
+    async def _plan_once(
+        self,
+        keep: Hops,
+        drop: frozenset[PeerId],
+        *,
+        may_ping: bool,
+        exclude_suspects: bool,
+        standby_of: Hop | None,
+    ) -> tuple[PlanningView, ChainPlan]:
         found = await self._plan_quickly(keep) if not may_ping and not drop else None
         if found is None:
             view = await self._fetch_view(may_ping=may_ping)
@@ -158,14 +186,28 @@ class NodeSelector:
             plan = await _run_planning(view.snapshot, partial(fill, view, keep, drop))
         else:
             view, plan = found
-        addresses = {node.peer_id: node.addresses for node in view.snapshot.nodes}
-        costing = partial(self._planner.expected_step_s, view, plan.hops)
-        if standby_of is None:
-            self.expected_s = await _run_planning(view.snapshot, costing)
-        if session:
-            reason = "a chain to begin with" if not keep and not drop else "nodes left or failed"
-            self._planner.record_decision(session, reason, view, plan)
-        return plan.hops, addresses
+        return view, plan
+
+    async def _are_attested(
+        self, hops: Sequence[Hop], addresses: Mapping[PeerId, tuple[str, ...]]
+    ) -> bool:
+        """Whether the nodes of `hops` attested their hardware, if that is required.
+
+        Those that did not are not used in this session.
+        """
+        require = self._planner.require_attested
+        if require is None:
+            return True
+        asked = (require(hop.peer_id, hop.span, addresses[hop.peer_id]) for hop in hops)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        refused = dict(zip((hop.peer_id for hop in hops), answers, strict=True))
+        for peer, error in refused.items():
+            if isinstance(error, RefusedError):
+                # A copy: the error's traceback refers to this frame.
+                self._refusals[peer] = RefusedError(error.code, str(error))
+            elif error is not None:
+                raise error
+        return not any(refused.values())
 
     async def plan_replicas(
         self, hop: Hop, count: int, used: frozenset[PeerId]
@@ -179,6 +221,7 @@ class NodeSelector:
         snapshot = view.snapshot
         unfit = {node.peer_id for node in snapshot.nodes if not node.span.covers(hop.span)}
         exclude = self._unusable_peers(snapshot, used) | self.suspected_peers | unfit
+        addresses = {node.peer_id: node.addresses for node in snapshot.nodes}
         found: list[Hop] = []
         while len(found) < count:
             planning = partial(
@@ -188,10 +231,11 @@ class NodeSelector:
                 plan = await _run_planning(snapshot, planning)
             except MissingBlocksError:
                 break
-            peer = plan.hops[0].peer_id
-            found.append(replace(hop, peer_id=peer))
-            exclude |= {peer}
-        return found, {node.peer_id: node.addresses for node in snapshot.nodes}
+            replica = replace(hop, peer_id=plan.hops[0].peer_id)
+            if await self._are_attested([replica], addresses):
+                found.append(replica)
+            exclude |= {replica.peer_id}
+        return found, addresses
 
     async def fetch_from_one_member(self) -> Snapshot:
         return await self._planner.snapshots.fetch_from_one_member(self._request)

@@ -59,6 +59,8 @@ log = get_logger(__name__)
 Hops = tuple[Hop, ...]
 MeasureSpeed = Callable[[NodeState, RouteRequest], Awaitable[float | None]]
 """Measures the tokens/s that a node decodes; None if that fails."""
+RequireAttested = Callable[[PeerId, Span, Sequence[str]], Awaitable[None]]
+"""Has a node at these addresses prove its hardware and its weights of a span."""
 
 SPEED_INTERVAL_S = 600.0
 """Seconds between measurements of a node's speed, which cost it work."""
@@ -176,12 +178,15 @@ class ChainPlanner:
         decisions: DecisionLog | None = None,
         measure_speed: MeasureSpeed | None = None,
         barred: Collection[PeerId] = (),
+        require_attested: RequireAttested | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`barred` nodes are never used; it may grow. Without `measure_speed`, records are
+        """`barred` nodes are never used; it may grow. `require_attested` raises `RefusedError` for
+        nodes that are not to be used, after asking them. Without `measure_speed`, records are
         believed. Raises `ConfigError` for an unknown strategy.
         """
         self.barred = barred
+        self.require_attested = require_attested
         self._swarm = swarm
         self._clock = clock
         self._next_speed_at: dict[PeerId, float] = {}

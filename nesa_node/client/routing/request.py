@@ -61,6 +61,9 @@ class ConnectionOptions:
     audits_path: Path | None = None
     """File that remembers what audits said of each node; None: only for this connection."""
 
+    require_attestation: Path | None = None
+    """Policy by which nodes have to attest their hardware before they are used; None: any nodes."""
+
     decisions_path: Path | None = None
     """Log of the last decisions, for `nesa-node explain`; None: not recorded."""
 
@@ -103,6 +106,7 @@ class ConnectionOptions:
             audit=config.audit,
             auditors=config.auditors,
             audits_path=default_audits_path(),
+            require_attestation=config.require_attestation,
             decisions_path=default_decisions_path(),
         )
 

@@ -26,6 +26,7 @@ from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_nodes import TrainingNodes
 from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
+from nesa_node.client.verification.attestor import Attestor
 from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.client.verification.auditor import Auditor
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
@@ -46,6 +47,7 @@ from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.link_measurements import ping
 from nesa_node.swarm.protocol.messages import RowSlice
 from nesa_node.topology.snapshot import NodeState
+from nesa_node.verification.attestation.policy import read_policy
 
 log = get_logger(__name__)
 
@@ -120,6 +122,7 @@ class RemoteConnection:
         request: RouteRequest,
         num_blocks: int,
         auditor: Auditor | None = None,
+        attestor: Attestor | None = None,
     ) -> None:
         """Sessions differ from `request` in span, rows, length and prefix only."""
         swarm.directory.set_num_blocks(request.model_id, num_blocks)
@@ -132,6 +135,7 @@ class RemoteConnection:
             decisions=_decision_log(options),
             measure_speed=lambda node, request: measure_speed(swarm, node, request),
             barred=() if auditor is None else auditor.history.barred,
+            require_attested=None if attestor is None else attestor.require,
         )
         self._auditor = auditor
         may_ask = options.auditors == "nodes" or (options.auditors == "auto" and request.is_chain)
@@ -257,6 +261,9 @@ async def open_connection(
     Exits with an exception group of `SwarmError` if libp2p's daemon ends. Raises the `SwarmError`s
     of `open_swarm`, and `ConfigError` without initial peers.
     """
+    policy = None
+    if options.require_attestation is not None:
+        policy = await asyncio.to_thread(read_policy, options.require_attestation)
     if not options.initial_peers:
         raise ConfigError(
             "initial_peers is needed: the address of any member of the swarm, such as "
@@ -293,7 +300,10 @@ async def open_connection(
             rng=random.SystemRandom(),
             decisions=_decision_log(options),
         )
-        connection = RemoteConnection(swarm, request, checkpoint.num_blocks, auditor)
+        attestor = None
+        if policy is not None:
+            attestor = Attestor(swarm, request.model_id, checkpoint, policy)
+        connection = RemoteConnection(swarm, request, checkpoint.num_blocks, auditor, attestor)
         stack.push_async_callback(connection.close)
         async with asyncio.TaskGroup() as tasks:
             # Fails the context of a lost connection, so that the next session joins the swarm anew.

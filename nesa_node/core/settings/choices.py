@@ -4,6 +4,7 @@ from typing import Literal
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AuditorChoice = Literal["auto", "client", "nodes"]
+AttestationSource = Literal["none", "auto", "tdx", "snp", "command"]
 QuantType = Literal["none", "int8", "nf4"]
 RouteName = Literal["chain", "star"]
 Precision = Literal["nf4", "int8", "full"]

@@ -24,6 +24,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nesa_node.core.settings.choices import (
+    AttestationSource,
     AuditorChoice,
     DtypeName,
     LogFormat,
@@ -247,6 +248,13 @@ class ClientConfig(SharedConfig):
         "Swarm",
         "What computes it again. client: this machine, if it has the weights; nodes: other nodes, "
         "which see the hidden states; auto: the first that can, but no nodes with --route star.",
+    )
+    require_attestation: FilePath | None = setting(
+        None,
+        "Swarm",
+        "Use only nodes whose hardware proves what this policy demands (POLICY.json or .toml): "
+        "docs/verification.md.",
+        default_text="any nodes",
     )
     reuse_prefix: bool = setting(
         True, "Swarm", "Reuse cached prefixes of earlier prompts on nodes."
@@ -566,6 +574,18 @@ class NodeConfig(OrchestratorConfig):
     )
     pool_hours: Hours | None = setting(
         None, "Pool", "Hours of the day, local time, in which to hold any: 20-8."
+    )
+    attestation: AttestationSource = setting(
+        "none",
+        "Access",
+        "Where quotes of this machine's hardware come from, which clients may ask for: tdx or snp, "
+        "a confidential virtual machine's Linux; auto, if it gives any; command; none.",
+    )
+    attestation_command: Annotated[str, ValueFormat("COMMAND")] | None = setting(
+        None,
+        "Access",
+        "With --attestation command: a program that gets 64 bytes in hexadecimal as its last "
+        "argument, and prints quotes over them as JSON.",
     )
     max_sessions_per_peer: PositiveInt = setting(64, "Limits", "")
     max_cache_tokens_per_peer: PositiveInt | None = setting(

@@ -8,7 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -63,6 +63,13 @@ def sample_digests(folder: Path, tensors: Mapping[str, TensorInfo]) -> dict[str,
     return digests
 
 
+def hash_tensor(tensor: Tensor) -> bytes:
+    """SHA-256 of a CPU tensor's dtype, shape and little-endian values: 32 bytes."""
+    made = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\0".encode())
+    made.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return made.digest()
+
+
 SINGLE_FILE = "model.safetensors"
 MAX_WEIGHT_FILES = 2048
 _PICKLE_SUFFIX = re.compile(r"\.(bin|pt|pth|ckpt|pkl|h5|msgpack)$")
@@ -76,6 +83,8 @@ class Checkpoint(ABC):
     folder: Path
     config: PreTrainedConfig
     tensors: dict[str, TensorInfo]
+    read_digests: dict[str, bytes] | None = field(default=None, init=False)
+    """If given, `read` puts the `hash_tensor` of each tensor there as it was read."""
 
     @property
     def family(self) -> ModelFamily:
@@ -114,7 +123,10 @@ class Checkpoint(ABC):
 
     def read(self, name: str) -> Tensor:
         """Read one fetched tensor into new CPU memory, in the checkpoint's dtype."""
-        return read_tensor(self.folder, self.tensors[name])
+        tensor = read_tensor(self.folder, self.tensors[name])
+        if self.read_digests is not None:
+            self.read_digests[name] = hash_tensor(tensor)
+        return tensor
 
     def resolve_dtype(self, text: str) -> torch.dtype:
         """Return the dtype named; `auto` is that of the stored weights.

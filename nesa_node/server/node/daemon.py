@@ -28,6 +28,8 @@ from nesa_node.engine.weights.adapter_files import find_linear_layers
 from nesa_node.engine.weights.hub import ADAPTERS_FOLDER
 from nesa_node.server.adapters.adapter_server import AdapterServer
 from nesa_node.server.adapters.store import AdapterStore
+from nesa_node.server.attestation.attestation_server import AttestationServer
+from nesa_node.server.attestation.quote_sources import make_quote_source
 from nesa_node.server.node.announcer import Announcer, NodeFacts
 from nesa_node.server.node.invitation import (
     check_ready_file,
@@ -65,6 +67,7 @@ from nesa_node.swarm.node import Swarm, open_swarm, probe_rtts
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import running_in_background
 from nesa_node.swarm.protocol.adapter_messages import ADAPTER_PROTOCOL
+from nesa_node.swarm.protocol.attest_messages import ATTEST_PROTOCOL
 from nesa_node.topology.roofline import Roofline
 
 log = get_logger(__name__)
@@ -174,7 +177,12 @@ async def serve_node(
     `ModelError`, `ResourceError` and `SwarmError`.
     """
     check_ready_file(config.ready_file)
+    quotes = await asyncio.to_thread(
+        make_quote_source, config.attestation, config.attestation_command
+    )
     served = await asyncio.to_thread(open_node_model, config)
+    if quotes is not None:
+        served.checkpoint.read_digests = {}
     # Checked before joining, so that an impossible request fails at once.
     blocks = await asyncio.to_thread(count_blocks, config, served)
     async with (
@@ -199,6 +207,16 @@ async def serve_node(
         )
         swarm.directory.set_num_blocks(served.model_id, served.checkpoint.num_blocks)
         await swarm.transport.serve(ADAPTER_PROTOCOL, adapters.handle)
+        attestation = AttestationServer(
+            swarm,
+            served.model_id,
+            quotes,
+            runner.find_served_weights,
+            allow=frozenset(config.allow_peers),
+            deny=frozenset(config.deny_peers),
+            refusals=refusals,
+        )
+        await swarm.transport.serve(ATTEST_PROTOCOL, attestation.handle)
         addresses, sources = swarm.transport.addresses, metric_sources or MetricRegistry()
         with register_known_swarm(config, addresses, served.model_id):
             side_tasks = [] if side_task is None else [side_task(addresses)]

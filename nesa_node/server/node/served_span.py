@@ -20,6 +20,7 @@ from nesa_node.engine.model.devices import (
 )
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.files import show_progress
+from nesa_node.engine.weights.weights_root import hash_span
 from nesa_node.server.adapters.adapter_server import AdapterServer
 from nesa_node.server.adapters.loaded_adapters import LoadedAdapters
 from nesa_node.server.node.announcer import Capacity
@@ -52,6 +53,8 @@ class ServedSpan:
     admission: Admission
     server: SessionServer
     scheduler: Scheduler
+    weights_root: bytes | None
+    """`hash_span` of what was loaded; None where the checkpoint does not record what is read."""
 
     def capacity(self) -> Capacity:
         return Capacity(
@@ -82,6 +85,9 @@ async def open_span(
     device = scheduler.executor
     with track_wait("weights to be loaded", blocks=(span,)):
         blocks = await device.run(partial(_load, served, span))
+        root = None
+        if (digests := served.checkpoint.read_digests) is not None:
+            root = await device.run(partial(hash_span, served.checkpoint, span, digests))
     log.info("speed_measurement_started", span=str(span), reason="clients choose nodes by it")
     with track_wait("the speed to be measured", blocks=(span,)):
         throughput = await device.run(partial(measure_throughput, blocks))
@@ -122,6 +128,7 @@ async def open_span(
                 admission=admission,
                 server=server,
                 scheduler=scheduler,
+                weights_root=root,
             )
         finally:
             await server.close()

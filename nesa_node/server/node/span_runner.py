@@ -112,6 +112,15 @@ class SpanRunner:
             asked, found = asked + prefixes.queried_tokens, found + prefixes.reused_tokens
         return asked, found
 
+    def find_served_weights(self) -> tuple[Span, bytes] | None:
+        """The span that is served now and the root of its weights; None in between, and where
+        nothing asked for roots.
+        """
+        now = self.served_span
+        if now is None or now.weights_root is None:
+            return None
+        return now.blocks.span, now.weights_root
+
     async def run(self) -> None:
         """Claim a span and serve it, then further ones as `move_limiter` grants requests, until
         shutdown.

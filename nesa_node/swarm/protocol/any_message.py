@@ -22,6 +22,7 @@ from nesa_node.swarm.protocol.adapter_messages import (
     AdapterStored,
     AdapterWanted,
 )
+from nesa_node.swarm.protocol.attest_messages import Attest, Attested
 from nesa_node.swarm.protocol.messages import (
     Busy,
     Cancel,
@@ -95,6 +96,7 @@ AnyMessage = (
     | TrainPull | TrainState | TrainTensor | TrainRestored
     | AdapterQuery | AdapterHeld | AdapterGet | AdapterFiles
     | AdapterPut | AdapterWanted | AdapterChunk | AdapterStored
+    | Attest | Attested
 )  # fmt: skip
 
 _WithTensor = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -327,3 +327,38 @@ async def test_long_prompts_choose_nodes_that_read_them_fast(
     nodes, _ = _nodes_of(snapshot, prompt_tokens=prompt)
     hops, _ = await nodes.plan_hops((), frozenset(map(PeerId, dropped)), may_ping=True)
     assert [str(hop.peer_id) for hop in hops] == [expected]
+
+
+async def test_nodes_that_do_not_attest_are_asked_once_and_not_used() -> None:
+    nodes = (_state("a", 0, 2), _state("b", 0, 2), _state("c", 2, 4), _state("d", 0, 4))
+    selector, planner = _nodes_of(Snapshot(MODEL, 4, nodes, taken_at=0.0))
+    asked: list[str] = []
+
+    async def require(peer: PeerId, span: Span, addresses: Sequence[str]) -> None:
+        asked.append(peer)
+        if peer not in ("b", "c"):
+            raise RefusedError("unattested", f"{peer} is not attested")
+
+    planner.require_attested = require
+    hops, _ = await selector.plan_hops((), frozenset())
+    assert [hop.peer_id for hop in hops] == ["b", "c"]
+    assert (asked.count("a"), asked.count("d")) == (1, 1)
+    kept = hops[:1]
+    asked.clear()
+    hops, _ = await selector.plan_hops(kept, frozenset())
+    assert [hop.peer_id for hop in hops] == ["b", "c"]
+    assert asked == ["c"]
+    replicas, _ = await selector.plan_replicas(Hop(PeerId("b"), Span(0, 2)), 2, frozenset())
+    assert [hop.peer_id for hop in replicas] == ["b"]
+
+
+async def test_error_says_why_no_node_is_attested() -> None:
+    selector, planner = _nodes_of(Snapshot(MODEL, 4, (_state("a", 0, 4),), taken_at=0.0))
+
+    async def require(peer: PeerId, span: Span, addresses: Sequence[str]) -> None:
+        raise RefusedError("unattested", "it is out of date")
+
+    planner.require_attested = require
+    with pytest.raises(RefusedError, match="out of date") as caught:
+        await selector.plan_hops((), frozenset())
+    assert caught.value.code == "unattested"
