@@ -1,12 +1,14 @@
-"""Which lies of a node audits find: shares of sessions by attack, kind of weights and codec.
+"""Which lies of a node audits find: sessions by attack, kind of weights, scheme and codec.
 
 A span of the demo model runs sessions of 16 and 48 tokens as a node does, altered; the auditor has
-the inputs, and computes them again by one prefill in the declared kind. Sessions that are honest
-stand in the first row: what is found there is a false conviction.
+the inputs, and computes them again in the declared kind: by one prefill, and, where that fails,
+token by token. An attack is found where both say so, as in an audit. Sessions that are honest stand
+in the first row: what is found there is a false conviction.
 """
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,19 +18,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.audit_thresholds import (
+    CODECS,
     choose_texts,
     compute_states,
+    new_tables,
     pass_through_codec,
-    run_as_node,
+    run_in_batches,
 )
 from benchmarks.models import model_folder
 from benchmarks.options import Options, Quant
 from benchmarks.results import print_table
 from nesa_node.core.ids import Span
-from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import LocalCheckpoint, open_folder
-from nesa_node.verification.comparison import ComputationKind, compare, find_threshold
+from nesa_node.verification.comparison import ComputationKind, find_threshold, judge
+from nesa_node.verification.schemes import DEFAULT_SCHEME, SCHEMES, SEED_BYTES
 
 DEFAULTS = Options(model="demo", runs=300, prompt_tokens=16, new_tokens=48)
 QUICK = Options(model="tiny", runs=2, prompt_tokens=4, new_tokens=14)
@@ -37,16 +42,25 @@ KINDS: tuple[tuple[str, Quant], ...] = (
     ("bfloat16", "none"),
     ("bfloat16", "int8"),
 )
-CODECS = ("none", "int8", "blockwise8", "int4")
 BATCH = 20
 LORA_RANK, LORA_SCALE = 8, 0.02
 """Of the adapter: its product's norm is this share of a weight's, as after a short training."""
 
-States = Sequence[Tensor]
-"""Of one text: the input [T, D] of every block, and the last one's output."""
-Run = Callable[[Sequence[States]], list[Tensor]]
-"""Outputs [T, D] of a batch of sessions, by the node that is audited."""
+Attack = Callable[[], list[Tensor]]
+"""Outputs [T, D] of all sessions, by the node that is audited."""
 Alter = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """What the auditor of a session has."""
+
+    input_TD: Tensor
+    expected_TD: Tensor
+    """By one prefill."""
+    again_TD: Tensor
+    """Token by token."""
+    seed: bytes
 
 
 class AlteredCheckpoint(LocalCheckpoint):
@@ -84,90 +98,76 @@ class Bench:
             quant_type=self.quant_type if quant_type is None else quant_type,
         )
 
-    def running(self, blocks: ModelBlocks) -> Run:
-        return lambda batch: run_as_node(
-            blocks, [states[self.span.start] for states in batch], self.prompt
-        )
+    def run(self, blocks: ModelBlocks, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs of the blocks for each session's inputs."""
+        return run_in_batches(blocks, inputs, self.prompt, BATCH)
 
-    def skipping(self, blocks: ModelBlocks, left_out: int) -> Run:
-        """Every block but one."""
-        start, end = self.span.start, self.span.end
-        parts = [Span(start, left_out), Span(left_out + 1, end)]
+    def skip(self, blocks: ModelBlocks, inputs: Sequence[Tensor], left_out: int) -> list[Tensor]:
+        """Outputs of every block but one."""
+        for part in (Span(self.span.start, left_out), Span(left_out + 1, self.span.end)):
+            if len(part):
+                inputs = self.run(blocks.select(part), inputs)
+        return list(inputs)
 
-        def run(batch: Sequence[States]) -> list[Tensor]:
-            inputs = [states[start] for states in batch]
-            for part in parts:
-                if len(part):
-                    inputs = run_as_node(blocks.select(part), inputs, self.prompt)
-            return inputs
-
-        return run
-
-    def changing(self, blocks: ModelBlocks, change: Callable[[Tensor, Tensor], Tensor]) -> Run:
-        """`change(inputs, outputs)` of the honest computation."""
-        honest = self.running(blocks)
-
-        def run(batch: Sequence[States]) -> list[Tensor]:
-            outputs = honest(batch)
-            return [
-                change(states[self.span.start], output_TD)
-                for states, output_TD in zip(batch, outputs, strict=True)
+    def forget(self, blocks: ModelBlocks, inputs: Sequence[Tensor], window: int) -> list[Tensor]:
+        """Outputs with a cache of the last `window` tokens only."""
+        outputs = []
+        for input_TD in inputs:
+            ends = range(1, len(input_TD) + 1)
+            parts = [input_TD[max(end - window, 0) : end] for end in ends]
+            tables = new_tables(blocks, len(parts), window)
+            chunks = [
+                RowChunk(table, len(part_LD)) for table, part_LD in zip(tables, parts, strict=True)
             ]
+            each_TD = blocks.forward(torch.cat(parts), chunks)
+            lasts = torch.tensor([len(part_LD) for part_LD in parts]).cumsum(0) - 1
+            outputs.append(each_TD[lasts])
+        return outputs
 
-        return run
-
-    def forgetting(self, blocks: ModelBlocks, window: int) -> Run:
-        """A cache of the last `window` tokens only."""
-
-        def run(batch: Sequence[States]) -> list[Tensor]:
-            outputs = []
-            for states in batch:
-                input_TD = states[self.span.start]
-                ends = range(1, len(input_TD) + 1)
-                kept = [input_TD[max(end - window, 0) : end] for end in ends]
-                each = [run_as_node(blocks, [part_TD], len(part_TD))[0][-1:] for part_TD in kept]
-                outputs.append(torch.cat(each))
-            return outputs
-
-        return run
-
-    def with_other_token(self, blocks: ModelBlocks) -> Run:
-        """The prompt's fourth token is that of another text."""
-
-        def run(batch: Sequence[States]) -> list[Tensor]:
-            inputs = []
-            for states, others in zip(batch, [*batch[1:], batch[0]], strict=True):
-                changed_TD = states[self.span.start].clone()
-                changed_TD[3] = others[self.span.start][5]
-                inputs.append(changed_TD)
-            return run_as_node(blocks, inputs, self.prompt)
-
-        return run
+    def with_other_token(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Inputs with another text's token as the prompt's fourth."""
+        changed = []
+        for input_TD, other_TD in zip(inputs, [*inputs[1:], inputs[0]], strict=True):
+            changed_TD = input_TD.clone()
+            changed_TD[3] = other_TD[5]
+            changed.append(changed_TD)
+        return changed
 
 
-def attacks(bench: Bench) -> Mapping[str, Callable[[], Run]]:
+def attacks(bench: Bench, inputs: Sequence[Tensor]) -> Mapping[str, Attack]:
     """Attacks by name; each is made when its turn comes."""
     blocks = bench.load()
+    honest = bench.run(blocks, inputs)
     start, end = bench.span.start, bench.span.end
     middle = (start + end) // 2
-    found: dict[str, Callable[[], Run]] = {
-        "honest": lambda: bench.running(blocks),
-        "other model": lambda: bench.running(bench.load(alter=_other_weights)),
-        "int8": lambda: bench.running(bench.load("int8")),
-        "fp8": lambda: bench.running(bench.load(alter=_round_to_fp8)),
-        "int4": lambda: bench.running(bench.load("nf4")),
-        "first block skipped": lambda: bench.skipping(blocks, start),
-        "middle block skipped": lambda: bench.skipping(blocks, middle),
-        "last block skipped": lambda: bench.skipping(blocks, end - 1),
-        "wrong block": lambda: bench.running(bench.load(alter=_exchange(bench, middle))),
-        "echo": lambda: bench.changing(blocks, lambda input_TD, _: input_TD),
-        "random": lambda: bench.changing(blocks, _random_like),
-        "stale cache": lambda: bench.changing(blocks, lambda _, out_TD: out_TD.roll(1, 0)),
-        "short KV": lambda: bench.forgetting(blocks, 16),
-        "LoRA": lambda: bench.running(bench.load(alter=_add_lora)),
-        "one prompt token changed": lambda: bench.with_other_token(blocks),
-        "x 1.05": lambda: bench.changing(blocks, lambda _, out_TD: out_TD * 1.05),
-        "1 % noise": lambda: bench.changing(blocks, _add_noise),
+
+    def altered(quant_type: Quant | None = None, alter: Alter | None = None) -> Attack:
+        return lambda: bench.run(bench.load(quant_type, alter), inputs)
+
+    def skipping(block: int) -> Attack:
+        return lambda: bench.skip(blocks, inputs, block)
+
+    def changing(change: Callable[[Tensor], Tensor]) -> Attack:
+        return lambda: [change(output_TD) for output_TD in honest]
+
+    found: dict[str, Attack] = {
+        "honest": lambda: honest,
+        "other model": altered(alter=other_weights),
+        "int8": altered("int8"),
+        "fp8": altered(alter=_round_to_fp8),
+        "int4": altered("nf4"),
+        "first block skipped": skipping(start),
+        "middle block skipped": skipping(middle),
+        "last block skipped": skipping(end - 1),
+        "wrong block": altered(alter=_exchange(bench, middle)),
+        "echo": lambda: list(inputs),
+        "random": changing(_random_like),
+        "stale cache": changing(lambda output_TD: output_TD.roll(1, 0)),
+        "short KV": lambda: bench.forget(blocks, inputs, 16),
+        "LoRA": altered(alter=_add_lora),
+        "one prompt token changed": lambda: bench.run(blocks, bench.with_other_token(inputs)),
+        "x 1.05": changing(lambda output_TD: output_TD * 1.05),
+        "1 % noise": changing(_add_noise),
     }
     if bench.quant_type != "none":
         del found[bench.quant_type]
@@ -183,7 +183,7 @@ def _seeded(name: str, shape: Sequence[int]) -> Tensor:
     return torch.randn(tuple(shape), generator=generator)
 
 
-def _other_weights(name: str, weight: Tensor) -> Tensor:
+def other_weights(name: str, weight: Tensor) -> Tensor:
     """Weights as a fine-tuned copy has them: 2 % off."""
     if not _is_weight(name):
         return weight
@@ -218,12 +218,12 @@ def _exchange(bench: Bench, block: int) -> Alter:
     return alter
 
 
-def _random_like(_: Tensor, output_TD: Tensor) -> Tensor:
+def _random_like(output_TD: Tensor) -> Tensor:
     drawn_TD = torch.randn(output_TD.shape)
     return (drawn_TD * output_TD.float().std()).to(output_TD.dtype)
 
 
-def _add_noise(_: Tensor, output_TD: Tensor) -> Tensor:
+def _add_noise(output_TD: Tensor) -> Tensor:
     drawn_TD = torch.randn(output_TD.shape)
     drawn_TD *= (
         0.01 * output_TD.float().norm(dim=1, keepdim=True) / drawn_TD.norm(dim=1, keepdim=True)
@@ -240,72 +240,113 @@ def run(options: Options) -> list[dict[str, Any]]:
         span = Span(third, 2 * third)
         for dtype, quant_type in KINDS if options.model == "demo" else KINDS[:1]:
             bench = Bench(checkpoint, dtype, quant_type, span, options.prompt_tokens)
-            texts = _read_states(bench, options)
-            for name, make in attacks(bench).items():
-                shares = _measure(bench, make(), texts)
+            sessions = _read_sessions(bench, options)
+            judges = [_Judge(bench, scheme, sessions) for scheme in SCHEMES]
+            for name, make in attacks(bench, [each.input_TD for each in sessions]).items():
+                counts = _count_found(judges, make())
                 rows.append(
                     {
                         "attack": name,
                         "dtype": dtype,
                         "quantization": quant_type,
                         "blocks": str(span),
-                        "sessions": len(texts),
-                        "found": shares,
+                        "sessions": len(sessions),
+                        "found": counts,
                     }
                 )
-                print(name, dtype, quant_type, shares, flush=True)
+                print(name, dtype, quant_type, counts[DEFAULT_SCHEME], flush=True)
     show(rows)
     return rows
 
 
-def _read_states(bench: Bench, options: Options) -> list[list[Tensor]]:
+def _read_sessions(bench: Bench, options: Options) -> list[Session]:
+    start, end = bench.span.start, bench.span.end
     blocks = load_blocks(
         bench.checkpoint,
-        Span(0, bench.span.end),
+        Span(0, end),
         dtype=getattr(torch, bench.dtype),
         device="cpu",
         quant_type=bench.quant_type,
     )
     tokens = options.prompt_tokens + options.new_tokens
     texts = choose_texts(bench.checkpoint, tokens, options.runs, options)
-    return list(compute_states(bench.checkpoint, blocks, texts))
+    known = [
+        (states[start], states[end]) for states in compute_states(bench.checkpoint, blocks, texts)
+    ]
+    inputs = [input_TD for input_TD, _ in known]
+    again = run_in_batches(blocks.select(bench.span), inputs, 1, BATCH)
+    seeds = random.Random(options.seed)
+    return [
+        Session(*each, again_TD, seeds.randbytes(SEED_BYTES))
+        for each, again_TD in zip(known, again, strict=True)
+    ]
 
 
-def _measure(bench: Bench, run: Run, texts: Sequence[States]) -> dict[str, float]:
-    """Share of the sessions that fail an audit, by codec."""
-    found = dict.fromkeys(CODECS, 0)
-    for first in range(0, len(texts), BATCH):
-        batch = texts[first : first + BATCH]
-        for states, output_TD in zip(batch, run(batch), strict=True):
-            for codec in CODECS:
-                kind = ComputationKind(
-                    bench.checkpoint.config.model_type,
-                    bench.dtype,
-                    bench.quant_type,
-                    "cpu",
-                    codec,
+class _Judge:
+    """An auditor's verdicts by one scheme."""
+
+    def __init__(self, bench: Bench, scheme: str, sessions: Sequence[Session]) -> None:
+        self.name, self._scheme = scheme, SCHEMES[scheme]
+        self._allowed = {}
+        for codec in CODECS:
+            kind = ComputationKind(
+                bench.checkpoint.config.model_type, bench.dtype, bench.quant_type, "cpu", codec
+            )
+            self._allowed[codec] = find_threshold(kind, len(bench.span), scheme)
+        self._seeds = [each.seed for each in sessions]
+        make = self._scheme.sketch
+        self._expected = [make(each.expected_TD, each.seed) for each in sessions]
+        self._again = [make(each.again_TD, each.seed) for each in sessions]
+        self._own = {
+            codec: [
+                self._scheme.errors(
+                    make(pass_through_codec(each.again_TD, codec), each.seed), expected
                 )
-                outcome = compare(
-                    pass_through_codec(output_TD, codec),
-                    states[bench.span.end],
-                    find_threshold(kind, len(bench.span)),
-                ).outcome
-                found[codec] += outcome == "failed"
-    return {codec: count / len(texts) for codec, count in found.items()}
+                for each, expected in zip(sessions, self._expected, strict=True)
+            ]
+            for codec in CODECS
+        }
+
+    def finds(self, session: int, codec: str, sent_TD: Tensor) -> bool:
+        """Whether outputs, decoded, count as wrong."""
+        given = self._scheme.sketch(sent_TD, self._seeds[session])
+        found, other, own = (
+            judge(errors, len(sent_TD), self.name, self._allowed[codec])
+            for errors in (
+                self._scheme.errors(given, self._expected[session]),
+                self._scheme.errors(given, self._again[session]),
+                self._own[codec][session],
+            )
+        )
+        return found.is_confirmed_by(other, own)
+
+
+def _count_found(judges: Sequence[_Judge], outputs: Sequence[Tensor]) -> dict[str, dict[str, int]]:
+    """Sessions in which an audit fails, by scheme and codec."""
+    counts = {each.name: dict.fromkeys(CODECS, 0) for each in judges}
+    for session, output_TD in enumerate(outputs):
+        sent = {codec: pass_through_codec(output_TD, codec) for codec in CODECS}
+        for each in judges:
+            for codec, sent_TD in sent.items():
+                counts[each.name][codec] += each.finds(session, codec, sent_TD)
+    return counts
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Shares by codec for the default scheme, and by scheme where values are sent as they are."""
     print_table(
-        "Share of sessions in which an audit finds the attack, by codec",
+        f"Share of sessions in which an audit finds the attack by {DEFAULT_SCHEME}, by codec",
         "|".join(("attack", "dtype", "weights", "sessions", *CODECS)),
-        [
-            [
-                row["attack"],
-                row["dtype"],
-                row["quantization"],
-                str(row["sessions"]),
-                *(f"{row['found'][codec]:.1%}" for codec in CODECS),
-            ]
-            for row in rows
-        ],
+        [_cells(row, [row["found"][DEFAULT_SCHEME][codec] for codec in CODECS]) for row in rows],
     )
+    print_table(
+        "The same by scheme, without a codec",
+        "|".join(("attack", "dtype", "weights", "sessions", *SCHEMES)),
+        [_cells(row, [row["found"][scheme]["none"] for scheme in SCHEMES]) for row in rows],
+    )
+
+
+def _cells(row: dict[str, Any], counts: Sequence[int]) -> list[str]:
+    sessions: int = row["sessions"]
+    shares = [f"{count / sessions:.1%}" for count in counts]
+    return [row["attack"], row["dtype"], row["quantization"], str(sessions), *shares]

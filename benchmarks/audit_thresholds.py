@@ -1,4 +1,4 @@
-"""How far honest nodes are from an auditor's recomputation, and the thresholds that follow.
+"""How far honest nodes are from an auditor's recomputation, and each scheme's thresholds.
 
 The demo model's blocks run texts as nodes do, chunks of a prompt and then single tokens, in batches
 of several sizes; the auditor's recomputation is one prefill, block by block. Thresholds are fitted
@@ -10,9 +10,10 @@ to half of the texts, and tested on the others.
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,15 @@ from nesa_node.engine.cache.pages import PAGE_TOKENS, PageTable, pages_for
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
 from nesa_node.engine.weights.checkpoint import LocalCheckpoint, open_folder
-from nesa_node.verification.comparison import MIN_MEAN_TOKENS, Threshold, relative_errors
+from nesa_node.verification.comparison import (
+    MIN_MEAN_TOKENS,
+    MIN_TYPICAL_TOKENS,
+    Threshold,
+    typical_error,
+)
+from nesa_node.verification.schemes import DEFAULT_SCHEME, SCHEMES, SEED_BYTES, ComparisonScheme
 
-DEFAULTS = Options(model="demo", runs=5, new_tokens=32, prompt_tokens=16, batches=(1, 10))
+DEFAULTS = Options(model="demo", runs=8, new_tokens=48, prompt_tokens=16, batches=(16, 1))
 QUICK = Options(model="tiny", runs=2, new_tokens=20, prompt_tokens=4, batches=(2,))
 TEXTS_PER_RUN = 2
 KINDS: tuple[tuple[str, Quant], ...] = (
@@ -45,21 +52,18 @@ KINDS: tuple[tuple[str, Quant], ...] = (
 )
 CODECS = ("none", "bfloat16", "float16", "int8", "blockwise8", "int4")
 LENGTHS = (1, 2, 4, 6, 8, 10, 12, 15, 20, 30)
-TOKEN_MARGIN, MEAN_MARGIN = 4.0, 1.25
-"""Thresholds are this multiple of the largest error that was seen, of one token and of means:
-single tokens are now and then several times as far off as all others."""
+TOKEN_MARGIN, MEAN_MARGIN, TYPICAL_MARGIN = 4.0, 1.25, 1.08
+"""Thresholds are this multiple of the largest error that was seen, of one token, of means and of
+typical ones: single tokens are now and then several times as far off as all others."""
 CLIP_FACTOR = 2.0
 """In means, errors count as at most this multiple of the median."""
 THRESHOLDS = Path(nesa_node.__file__).parent / "verification" / "thresholds.json"
 TEXTS = Path(nesa_node.__file__).parent.parent / "docs"
 
 
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """Errors of a kind of computation: N batch sizes and places of the span, S texts, T tokens."""
-
-    fitted_NST: Tensor
-    tested_NST: Tensor
+Errors = dict[tuple[str, str], Tensor]
+"""By scheme and codec: of N batch sizes and places of the span, S texts and T tokens (or one number
+of all) [N, S, T]."""
 
 
 def run(options: Options) -> list[dict[str, Any]]:
@@ -67,52 +71,91 @@ def run(options: Options) -> list[dict[str, Any]]:
     with model_folder(options) as folder:
         checkpoint = open_folder(folder)
         for dtype, quant_type in KINDS if options.model == "demo" else KINDS[:1]:
-            shorter: dict[str, Threshold] = {}
-            for length, codec, errors in measure(checkpoint, dtype, quant_type, options):
-                fitted = fit(errors.fitted_NST)
-                # Errors grow with the number of blocks; a sample may say otherwise by chance.
-                if (least := shorter.get(codec)) is not None:
-                    pairs = zip(astuple(fitted), astuple(least), strict=True)
-                    fitted = Threshold(*map(max, pairs))
-                shorter[codec] = fitted
+            shorter: dict[tuple[str, str], Threshold] = {}
+            for length, errors in measure(checkpoint, dtype, quant_type, options):
+                schemes: dict[str, dict[str, Any]] = {name: {} for name in SCHEMES}
+                for (name, codec), errors_NST in errors.items():
+                    half = errors_NST.shape[1] // 2
+                    fitted = fit(errors_NST[:, :half], SCHEMES[name])
+                    # Errors grow with the number of blocks; a sample may say otherwise by chance.
+                    if (least := shorter.get((name, codec))) is not None:
+                        pairs = zip(astuple(fitted), astuple(least), strict=True)
+                        fitted = Threshold(*map(max, pairs))
+                    shorter[name, codec] = fitted
+                    schemes[name][codec] = _describe(fitted, errors_NST[:, half:])
+                tokens = options.prompt_tokens + options.new_tokens
                 rows.append(
                     {
                         "family": checkpoint.config.model_type,
                         "dtype": dtype,
                         "quantization": quant_type,
                         "backend": "cpu",
-                        "codec": codec,
                         "blocks": length,
-                        **asdict(fitted),
-                        "tested_tokens": errors.tested_NST.numel(),
-                        "tested_token": float(errors.tested_NST.max()) / fitted.token,
-                        "tested_mean": _largest_mean(errors.tested_NST, fitted.clip) / fitted.mean,
+                        "fitted_tokens": errors_NST.shape[0] * half * tokens,
+                        "schemes": schemes,
                     }
                 )
+                print(dtype, quant_type, length, flush=True)
     show(rows)
     return rows
 
 
-def fit(errors_NST: Tensor) -> Threshold:
-    clip = CLIP_FACTOR * float(errors_NST.flatten(1).median(dim=1).values.max())
+def _describe(fitted: Threshold, tested_NST: Tensor) -> dict[str, list[float]]:
+    """A threshold, and the largest errors of other texts as a share of it."""
+    tested = _largest_errors(tested_NST, fitted.clip)
+    bounds = fitted.token, fitted.mean, fitted.clip, fitted.typical
+    return {
+        "bounds": [_round(bound) for bound in bounds],
+        "tested": [
+            round(each / allowed, 3)
+            for each, allowed in zip(tested, (bounds[0], bounds[1], bounds[3]), strict=True)
+        ],
+    }
+
+
+def _round(bound: float) -> float:
+    return float(f"{bound:.4g}")
+
+
+def fit(errors_NST: Tensor, scheme: ComparisonScheme) -> Threshold:
+    """Bounds that these honest errors are within, by margins.
+
+    Counts that are zero here may be one elsewhere.
+    """
+    least = scheme.resolution
+    clip = CLIP_FACTOR * max(float(errors_NST.flatten(1).median(dim=1).values.max()), least)
+    count = errors_NST.numel()
+    if not scheme.is_per_token:
+        largest = max(float(errors_NST.max()), least)
+        token, mean = TOKEN_MARGIN * largest, MEAN_MARGIN * largest
+        return Threshold(token, mean, clip=token, fitted_tokens=count, typical=mean)
+    token, mean, typical = _largest_errors(errors_NST, clip)
     return Threshold(
-        token=TOKEN_MARGIN * float(errors_NST.max()),
-        mean=MEAN_MARGIN * _largest_mean(errors_NST, clip),
+        token=TOKEN_MARGIN * max(token, least),
+        mean=MEAN_MARGIN * max(mean, least / MIN_MEAN_TOKENS),
         clip=clip,
-        fitted_tokens=errors_NST.numel(),
+        fitted_tokens=count,
+        typical=TYPICAL_MARGIN * max(typical, least),
     )
 
 
-def _largest_mean(errors_NST: Tensor, clip: float) -> float:
-    """The largest mean of clipped errors over as few tokens as are judged by it."""
-    windows = errors_NST.clamp(max=clip).unfold(2, MIN_MEAN_TOKENS, 1)
-    return float(windows.mean(-1).max())
+def _largest_errors(errors_NST: Tensor, clip: float) -> tuple[float, float, float]:
+    """The largest error of a token, mean of clipped errors, and typical error.
+
+    Means and typical errors over as few tokens as are judged by them.
+    """
+    tokens = errors_NST.shape[2]
+    means = errors_NST.clamp(max=clip).unfold(2, min(MIN_MEAN_TOKENS, tokens), 1).mean(-1)
+    windows = errors_NST.unfold(2, min(MIN_TYPICAL_TOKENS, tokens), 1).flatten(0, 2)
+    typical = max(typical_error(window_T) for window_T in windows)
+    return float(errors_NST.max()), float(means.max()), typical
 
 
 def measure(
     checkpoint: LocalCheckpoint, dtype: str, quant_type: Quant, options: Options
-) -> Iterator[tuple[int, str, Errors]]:
-    """Errors by length of span and codec."""
+) -> Iterator[tuple[int, Errors]]:
+    """Errors by length of span."""
+    seeds = random.Random(options.seed)
     blocks = load_blocks(
         checkpoint,
         Span(0, checkpoint.num_blocks),
@@ -123,35 +166,48 @@ def measure(
     tokens = options.prompt_tokens + options.new_tokens
     texts = choose_texts(checkpoint, tokens, TEXTS_PER_RUN * options.runs, options)
     states = list(compute_states(checkpoint, blocks, texts))
-    half = len(states) // 2
     for length in sorted({min(length, checkpoint.num_blocks) for length in LENGTHS}):
-        found: dict[str, list[Tensor]] = {codec: [] for codec in CODECS}
+        found: dict[tuple[str, str], list[Tensor]] = {}
         last = checkpoint.num_blocks - length
-        for start in sorted({0, last // 2, last}):
+        places = sorted({0, last // 2, last})
+        # Batch sizes take turns over the places: all of both would take twice as long.
+        for turn in range(max(len(places), len(options.batches))):
+            start = places[turn % len(places)]
             span = blocks.select(Span(start, start + length))
-            for size in options.batches:
-                outputs = [
-                    output_TD
-                    for first in range(0, len(states), size)
-                    for output_TD in run_as_node(
-                        span,
-                        [each[start] for each in states[first : first + size]],
-                        options.prompt_tokens,
-                    )
-                ]
-                for codec in CODECS:
-                    errors = [
-                        relative_errors(pass_through_codec(output_TD, codec), each[start + length])
-                        for output_TD, each in zip(outputs, states, strict=True)
-                    ]
-                    found[codec].append(torch.stack(errors))
-        for codec, parts in found.items():
-            errors_NST = torch.stack(parts)
-            yield (
-                length,
-                codec,
-                Errors(errors_NST[:, :half], errors_NST[:, half:]),
-            )
+            inputs = [each[start] for each in states]
+            size = options.batches[turn % len(options.batches)]
+            outputs = run_in_batches(span, inputs, options.prompt_tokens, size)
+            errors = [
+                measure_errors(output_TD, each[start + length], seeds.randbytes(SEED_BYTES))
+                for output_TD, each in zip(outputs, states, strict=True)
+            ]
+            for key in errors[0]:
+                found.setdefault(key, []).append(torch.stack([each[key] for each in errors]))
+        yield length, {key: torch.stack(parts) for key, parts in found.items()}
+
+
+def measure_errors(
+    given_TD: Tensor, expected_TD: Tensor, seed: bytes
+) -> dict[tuple[str, str], Tensor]:
+    """Errors of what the node gave by scheme and codec."""
+    sent = {codec: pass_through_codec(given_TD, codec) for codec in CODECS}
+    found = {}
+    for name, scheme in SCHEMES.items():
+        sketch = scheme.sketch(expected_TD, seed)
+        for codec, sent_TD in sent.items():
+            found[name, codec] = scheme.errors(scheme.sketch(sent_TD, seed), sketch)
+    return found
+
+
+def run_in_batches(
+    blocks: ModelBlocks, inputs: Sequence[Tensor], prompt: int, size: int
+) -> list[Tensor]:
+    """Outputs of `run_as_node` in batches of `size` sessions."""
+    return [
+        output_TD
+        for first in range(0, len(inputs), size)
+        for output_TD in run_as_node(blocks, inputs[first : first + size], prompt)
+    ]
 
 
 def compute_states(
@@ -219,32 +275,37 @@ def pass_through_codec(output_TD: Tensor, codec: str) -> Tensor:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
+    """The default scheme's bounds without a codec."""
+    default = [row["schemes"][DEFAULT_SCHEME]["none"] for row in rows]
     print_table(
-        "Largest relative errors of honest nodes, and those of other texts as a share of them",
-        "dtype|weights|codec|blocks|token|mean|tested token|tested mean|tokens",
+        f"Bounds on {DEFAULT_SCHEME} of honest nodes, and errors of other texts as a share of them",
+        "dtype|weights|blocks|token|mean|typical|tested token|tested mean|tested typical|tokens",
         [
             [
                 row["dtype"],
                 row["quantization"],
-                row["codec"],
                 str(row["blocks"]),
-                f"{row['token']:.2e}",
-                f"{row['mean']:.2e}",
-                f"{row['tested_token']:.2f}",
-                f"{row['tested_mean']:.2f}",
+                *(f"{each['bounds'][at]:.2e}" for at in (0, 1, 3)),
+                *(f"{tested:.2f}" for tested in each["tested"]),
                 f"{row['fitted_tokens']:,}",
             ]
-            for row in rows
+            for row, each in zip(rows, default, strict=True)
         ],
     )
 
 
-KEPT = (
-    "family", "dtype", "quantization", "backend", "codec", "blocks", "token", "mean", "clip",
-    "fitted_tokens",
-)  # fmt: skip
+KEPT = "family", "dtype", "quantization", "backend", "blocks", "fitted_tokens"
 
 if __name__ == "__main__":
     found = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    lines = [json.dumps({key: row[key] for key in KEPT}) for row in found]
+    lines = [
+        json.dumps(
+            {"scheme": name}
+            | {key: row[key] for key in KEPT}
+            | {"codecs": {codec: each["bounds"] for codec, each in codecs.items()}}
+        )
+        for name in SCHEMES
+        for row in found
+        for codecs in [row["schemes"][name]]
+    ]
     THRESHOLDS.write_text("[\n" + ",\n".join(lines) + "\n]\n", "utf-8")

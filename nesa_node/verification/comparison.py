@@ -1,4 +1,4 @@
-"""Whether a node's outputs are those of its blocks: relative errors, and how large they may be.
+"""Whether a node's outputs are those of its blocks: errors by a scheme, and how large they may be.
 
 Honest machines differ by rounding: in the order of additions, by batch and kernel. How much depends
 on the numbers that they compute with, so that a node is compared with a computation of its own
@@ -10,7 +10,8 @@ T tokens, D hidden.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -18,11 +19,20 @@ from typing import Literal
 
 import torch
 
+from nesa_node.verification.schemes import DEFAULT_SCHEME, SCHEMES
+
 MIN_MEAN_TOKENS = 16
 """Tokens from which on their mean error is judged: means of fewer scatter."""
 
-CLEAR_FACTOR = 1.5
-"""How much more than an auditor's own computations differ by an error must be."""
+MIN_TYPICAL_TOKENS = 48
+"""Tokens from which on their typical error is judged, too: it scatters least."""
+TYPICAL_SHARE = 0.4
+"""Share of tokens that are not further off than the typical error. Few honest tokens have large
+errors, but all tokens of a node that adds a little noise do."""
+
+CLEAR_FACTOR, CLEAR_TYPICAL_FACTOR = 1.5, 1.2
+"""How much more than an auditor's own computations differ by an error must be, of a token and of
+means, or a typical one: those of two honest computations of a text are within a tenth."""
 
 Outcome = Literal["passed", "failed", "uncalibrated"]
 
@@ -44,7 +54,7 @@ class ComputationKind:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """Largest relative errors of an honest node, and from how much they were fitted."""
+    """Largest errors of an honest node, and from how much they were fitted."""
 
     token: float
     """Of one token."""
@@ -53,6 +63,32 @@ class Threshold:
     clip: float
     """Twice the median: single tokens of honest nodes are several times as far off as most."""
     fitted_tokens: int
+    typical: float = math.inf
+    """`TYPICAL_SHARE` of `MIN_TYPICAL_TOKENS` tokens or more have at most this error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """How one audit measures errors: its scheme, and the seed that is drawn once work is sealed."""
+
+    scheme: str
+    seed: bytes
+    """See `ComparisonScheme.sketch`."""
+
+    def errors(self, given_TD: torch.Tensor, expected_TD: torch.Tensor) -> torch.Tensor:
+        """Errors by the scheme: [T] or [1], float64, on the CPU. Infinite where not finite.
+
+        Raises `ValueError` for different shapes.
+        """
+        if given_TD.shape != expected_TD.shape:
+            raise ValueError(
+                f"outputs of shape {list(given_TD.shape)} cannot be compared with "
+                f"{list(expected_TD.shape)}"
+            )
+        scheme = SCHEMES[self.scheme]
+        return scheme.errors(
+            scheme.sketch(given_TD, self.seed), scheme.sketch(expected_TD, self.seed)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +96,12 @@ class Comparison:
     """Errors of a row's outputs beside those that are allowed."""
 
     outcome: Outcome
+    scheme: str
     tokens: int
     worst: float
     mean: float
     """Of clipped errors, where a threshold says how."""
+    typical: float
     allowed: Threshold | None
     first_wrong: int | None = None
     """Index of the first token beyond the threshold; None if only the mean is beyond, or none."""
@@ -72,55 +110,87 @@ class Comparison:
 
     @property
     def of_allowed(self) -> float | None:
-        """The worse of the two errors as a multiple of what is allowed."""
+        """The worst of these errors as a multiple of what is allowed."""
         if self.allowed is None:
             return None
-        of_token = self.worst / self.allowed.token
-        if self.tokens < MIN_MEAN_TOKENS:
-            return of_token
-        return max(of_token, self.mean / self.allowed.mean)
+        judged = [(self.worst, self.allowed.token)]
+        if self.tokens >= MIN_MEAN_TOKENS:
+            judged.append((self.mean, self.allowed.mean))
+        if self.tokens >= MIN_TYPICAL_TOKENS:
+            judged.append((self.typical, self.allowed.typical))
+        return max(error / allowed if error else 0.0 for error, allowed in judged)
 
     def exceeds(self, honest: Comparison) -> bool:
         """Whether this is clearly more than two honest computations of the same differ by."""
-        return self.worst > CLEAR_FACTOR * honest.worst or self.mean > CLEAR_FACTOR * honest.mean
+        return (
+            self.worst > CLEAR_FACTOR * honest.worst
+            or self.mean > CLEAR_FACTOR * honest.mean
+            or (
+                self.tokens >= MIN_TYPICAL_TOKENS
+                and self.typical > CLEAR_TYPICAL_FACTOR * honest.typical
+            )
+        )
+
+    def is_confirmed_by(self, other: Comparison, own: Comparison) -> bool:
+        """Whether this failed, and so did the `other` comparison, with a second computation.
+
+        `own` compares the two computations.
+        """
+        return self.outcome == other.outcome == "failed" and self.exceeds(own)
 
 
-def relative_errors(given_TD: torch.Tensor, expected_TD: torch.Tensor) -> torch.Tensor:
-    """Norm of each token's difference by that of what was expected: [T], float64, on the CPU.
+def judge(errors: torch.Tensor, tokens: int, scheme: str, allowed: Threshold | None) -> Comparison:
+    """Judge the errors of `tokens` tokens by a scheme: one of each, or one of all.
 
-    Zero where both are zero, infinite where only `expected_TD` is.
+    Without a threshold the outcome is "uncalibrated". Raises `ValueError` if there are no errors.
     """
-    given_TD, expected_TD = (each.to("cpu", torch.float64) for each in (given_TD, expected_TD))
-    off_T = torch.linalg.vector_norm(given_TD - expected_TD, dim=-1)
-    size_T = torch.linalg.vector_norm(expected_TD, dim=-1)
-    return torch.where(off_T == 0, 0.0, off_T / size_T)
+    if not len(errors):
+        raise ValueError("no tokens, of which nothing can be said")
+    # One of all is judged as a mean is.
+    clip = math.inf if allowed is None or len(errors) < tokens else allowed.clip
+    worst, mean = float(errors.max()), float(errors.clamp(max=clip).mean())
+    typical = typical_error(errors)
+    if allowed is None:
+        return Comparison("uncalibrated", scheme, tokens, worst, mean, typical, None)
+    wrong = (errors > allowed.token).nonzero().flatten()
+    first = int(wrong[0]) if len(wrong) else None
+    is_wrong = (
+        first is not None
+        or (tokens >= MIN_MEAN_TOKENS and mean > allowed.mean)
+        or (tokens >= MIN_TYPICAL_TOKENS and typical > allowed.typical)
+    )
+    outcome: Outcome = "failed" if is_wrong else "passed"
+    return Comparison(outcome, scheme, tokens, worst, mean, typical, allowed, first)
+
+
+def typical_error(errors: torch.Tensor) -> float:
+    """The error that `TYPICAL_SHARE` of the tokens do not exceed."""
+    return float(errors.kthvalue(math.ceil(TYPICAL_SHARE * len(errors))).values)
 
 
 def compare(
-    given_TD: torch.Tensor, expected_TD: torch.Tensor, allowed: Threshold | None
+    given_TD: torch.Tensor,
+    expected_TD: torch.Tensor,
+    allowed: Threshold | None,
+    measure: Measure,
 ) -> Comparison:
     """Compare outputs [T, D], T at least 1, with those of a computation of the same kind.
 
-    Without a threshold the outcome is "uncalibrated".
+    Raises `ValueError` for different shapes and no tokens.
     """
-    errors_T = relative_errors(given_TD, expected_TD)
-    tokens, worst = len(errors_T), float(errors_T.max())
-    if allowed is None:
-        return Comparison("uncalibrated", tokens, worst, float(errors_T.mean()), None)
-    mean = float(errors_T.clamp(max=allowed.clip).mean())
-    wrong = (~(errors_T <= allowed.token)).nonzero().flatten()
-    first = int(wrong[0]) if len(wrong) else None
-    mean_is_wrong = tokens >= MIN_MEAN_TOKENS and not mean <= allowed.mean
-    outcome: Outcome = "failed" if first is not None or mean_is_wrong else "passed"
-    return Comparison(outcome, tokens, worst, mean, allowed, first)
+    errors = measure.errors(given_TD, expected_TD)
+    return judge(errors, len(given_TD), measure.scheme, allowed)
 
 
 def compare_rows(
-    given: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], allowed: Threshold | None
+    given: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    allowed: Threshold | None,
+    measure: Measure,
 ) -> Comparison:
     """The worst of the rows' comparisons, each [T, D], if there are several rows."""
     each = [
-        replace(compare(*pair, allowed), row=row)
+        replace(compare(*pair, allowed, measure), row=row)
         for row, pair in enumerate(zip(given, expected, strict=True))
     ]
     return max(each, key=lambda found: (found.outcome == "failed", found.worst))
@@ -131,38 +201,49 @@ def is_confirmed(
     expected: Sequence[torch.Tensor],
     again: Sequence[torch.Tensor],
     allowed: Threshold | None,
+    measure: Measure,
+    *,
+    as_sent: Callable[[torch.Tensor], torch.Tensor] = lambda output_TD: output_TD,
 ) -> bool:
     """Whether `given` is wrong by two computations that round differently, and clearly so.
 
     A machine that computes may err, too, and a model be one whose honest errors are larger than
-    those of the models that were fitted.
+    those of the models that were fitted. `as_sent` is what a codec made of `given`: computations
+    that differ by less than it loses tell little.
     """
-    if any(compare_rows(given, each, allowed).outcome != "failed" for each in (expected, again)):
-        return False
-    own = compare_rows(again, expected, allowed)
-    return compare_rows(given, expected, allowed).exceeds(own)
+    for given_TD, expected_TD, again_TD in zip(given, expected, again, strict=True):
+        found = compare(given_TD, expected_TD, allowed, measure)
+        other = compare(given_TD, again_TD, allowed, measure)
+        own = compare(as_sent(again_TD), expected_TD, allowed, measure)
+        if found.is_confirmed_by(other, own):
+            return True
+    return False
 
 
-def find_threshold(kind: ComputationKind, blocks: int) -> Threshold | None:
-    """The threshold for spans of `blocks` blocks; None where none was fitted.
+def find_threshold(
+    kind: ComputationKind, blocks: int, scheme: str = DEFAULT_SCHEME
+) -> Threshold | None:
+    """The threshold of a scheme for spans of `blocks` blocks; None where none was fitted.
 
     Errors grow with the number of blocks: of the fitted lengths, the next longer one counts.
     """
-    by_length = _load_thresholds().get(kind, {})
+    by_length = _load_thresholds(scheme).get(kind, {})
     longer = [length for length in by_length if length >= blocks]
     return by_length[min(longer)] if longer else None
 
 
 @cache
-def _load_thresholds() -> Mapping[ComputationKind, Mapping[int, Threshold]]:
+def _load_thresholds(scheme: str) -> Mapping[ComputationKind, Mapping[int, Threshold]]:
+    """Thresholds by kind and number of blocks: a row of the file has those of all codecs."""
     rows = json.loads(files(__package__).joinpath("thresholds.json").read_text("utf-8"))
     found: dict[ComputationKind, dict[int, Threshold]] = {}
     for row in rows:
-        kind = ComputationKind(
-            row["family"], row["dtype"], row["quantization"], row["backend"], row["codec"]
-        )
-        by_length = found.setdefault(kind, {})
-        by_length[row["blocks"]] = Threshold(
-            row["token"], row["mean"], row["clip"], row["fitted_tokens"]
-        )
+        if row["scheme"] != scheme:
+            continue
+        for codec, (token, mean, clip, typical) in row["codecs"].items():
+            kind = ComputationKind(
+                row["family"], row["dtype"], row["quantization"], row["backend"], codec
+            )
+            by_length = found.setdefault(kind, {})
+            by_length[row["blocks"]] = Threshold(token, mean, clip, row["fitted_tokens"], typical)
     return found

@@ -28,7 +28,7 @@ def calibrate_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         for codec, bound in bounds.items()
     }
-    monkeypatch.setattr(comparison, "_load_thresholds", lambda: fitted)
+    monkeypatch.setattr(comparison, "_load_thresholds", lambda _: fitted)
 
 
 def lie(

@@ -348,7 +348,7 @@ def test_bounds_that_are_too_narrow_blame_no_honest_node(
     """Those of another model may be: larger ones round otherwise."""
     narrow = Threshold(1e-9, 1e-9, 1e-9, 1)
     kind = ComputationKind("llama", "float32", "none", "cpu")
-    monkeypatch.setattr(comparison, "_load_thresholds", lambda: {kind: {BLOCKS: narrow}})
+    monkeypatch.setattr(comparison, "_load_thresholds", lambda _: {kind: {BLOCKS: narrow}})
     spans = [Span(0, 3), Span(3, BLOCKS)] * 2
     with (
         in_process_swarm(llama, spans, tmp_path) as addresses,

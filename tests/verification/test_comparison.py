@@ -15,15 +15,19 @@ import torch
 import nesa_node.verification
 from nesa_node.verification.comparison import (
     MIN_MEAN_TOKENS,
+    MIN_TYPICAL_TOKENS,
     ComputationKind,
+    Measure,
     Threshold,
     compare,
     compare_rows,
     find_threshold,
-    relative_errors,
+    is_confirmed,
 )
+from nesa_node.verification.schemes import SCHEMES
 
-ALLOWED = Threshold(token=0.05, mean=0.01, clip=0.016, fitted_tokens=1)
+ALLOWED = Threshold(token=0.05, mean=0.01, clip=0.016, fitted_tokens=1, typical=0.008)
+RELATIVE = Measure("relative-l2", b"")
 TABLE = Path(nesa_node.verification.__file__).parent / "thresholds.json"
 
 
@@ -33,14 +37,6 @@ def shifted(expected_TD: torch.Tensor, errors: list[float]) -> torch.Tensor:
     direction_D = torch.nn.functional.normalize(torch.ones(expected_TD.shape[1]), dim=0)
     shifted_TD: torch.Tensor = expected_TD + torch.tensor(errors)[:, None] * norm_T1 * direction_D
     return shifted_TD
-
-
-def test_errors_are_relative_to_what_was_expected() -> None:
-    expected_TD = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
-    given_TD = torch.tensor([[3.0, 4.5], [0.0, 0.0], [0.0, 1.0], [math.nan, 0.0]])
-    errors = relative_errors(given_TD, expected_TD).tolist()
-    assert errors[:3] == pytest.approx([0.1, 0.0, math.inf])
-    assert math.isnan(errors[3])
 
 
 @pytest.mark.parametrize(
@@ -53,19 +49,24 @@ def test_errors_are_relative_to_what_was_expected() -> None:
         ([0.012] * MIN_MEAN_TOKENS, "failed", None),
         ([0.012] * (MIN_MEAN_TOKENS - 1), "passed", None),
         ([math.nan] * 2, "failed", 0),
+        # A little noise at each token, where few honest tokens have none.
+        ([0.0085] * MIN_TYPICAL_TOKENS, "failed", None),
+        ([0.0085] * (MIN_TYPICAL_TOKENS - 1), "passed", None),
+        ([0.0085] * 28 + [0.0075] * 20, "passed", None),
+        ([0.0085] * 29 + [0.0075] * 19, "failed", None),
     ],
 )
 def test_one_token_or_the_mean_may_be_wrong(
     errors: list[float], outcome: str, first: int | None
 ) -> None:
     expected_TD = torch.randn((len(errors), 8), generator=torch.Generator().manual_seed(0))
-    found = compare(shifted(expected_TD, errors), expected_TD, ALLOWED)
+    found = compare(shifted(expected_TD, errors), expected_TD, ALLOWED, RELATIVE)
     assert (found.outcome, found.first_wrong) == (outcome, first)
 
 
 def test_without_a_threshold_nothing_is_judged() -> None:
     expected_TD = torch.ones(4, 8)
-    found = compare(2 * expected_TD, expected_TD, None)
+    found = compare(2 * expected_TD, expected_TD, None, RELATIVE)
     assert (found.outcome, found.of_allowed) == ("uncalibrated", None)
     assert found.worst == pytest.approx(1.0)
 
@@ -73,18 +74,49 @@ def test_without_a_threshold_nothing_is_judged() -> None:
 def test_the_worst_row_counts() -> None:
     expected_TD = torch.ones(4, 8)
     given = [expected_TD, shifted(expected_TD, [0.075] * 4), expected_TD]
-    found = compare_rows(given, [expected_TD] * 3, ALLOWED)
+    found = compare_rows(given, [expected_TD] * 3, ALLOWED, RELATIVE)
     assert found.outcome == "failed"
     assert found.of_allowed == pytest.approx(1.5)
 
 
 def test_a_clear_error_is_beyond_that_of_two_honest_computations() -> None:
     expected_TD = torch.randn((20, 8), generator=torch.Generator().manual_seed(0))
-    own = compare(shifted(expected_TD, [0.02] * 20), expected_TD, ALLOWED)
-    same = compare(shifted(expected_TD, [0.021] * 20), expected_TD, ALLOWED)
-    clear = compare(shifted(expected_TD, [0.04] * 20), expected_TD, ALLOWED)
+    own = compare(shifted(expected_TD, [0.02] * 20), expected_TD, ALLOWED, RELATIVE)
+    same = compare(shifted(expected_TD, [0.021] * 20), expected_TD, ALLOWED, RELATIVE)
+    clear = compare(shifted(expected_TD, [0.04] * 20), expected_TD, ALLOWED, RELATIVE)
     assert not same.exceeds(own)
     assert clear.exceeds(own)
+
+
+def test_a_typical_error_of_many_tokens_is_clear_sooner() -> None:
+    expected_TD = torch.randn((64, 8), generator=torch.Generator().manual_seed(0))
+    own, same, clear = (
+        compare(shifted(expected_TD, [error] * 64), expected_TD, ALLOWED, RELATIVE)
+        for error in (0.01, 0.0119, 0.0121)
+    )
+    assert not same.exceeds(own)
+    assert clear.exceeds(own)
+
+
+def test_an_error_is_confirmed_by_the_row_that_has_it() -> None:
+    """A row whose two computations differ as much excuses only itself."""
+    expected_TD = torch.randn((64, 8), generator=torch.Generator().manual_seed(0))
+    small, large = (shifted(expected_TD, [error] * 64) for error in (0.001, 0.02))
+    wrong = shifted(expected_TD, [-0.02] * 64)
+    both = [expected_TD, expected_TD]
+    assert is_confirmed([wrong, expected_TD], both, [small, large], ALLOWED, RELATIVE)
+    assert not is_confirmed([wrong, expected_TD], both, [large, small], ALLOWED, RELATIVE)
+    assert not is_confirmed([wrong], [expected_TD], [wrong], ALLOWED, RELATIVE)
+
+
+def test_what_a_codec_loses_confirms_nothing() -> None:
+    expected_TD = torch.randn((64, 8), generator=torch.Generator().manual_seed(0))
+    coarse = shifted(expected_TD, [0.02] * 64)
+    again = [shifted(expected_TD, [0.001] * 64)]
+    assert is_confirmed([coarse], [expected_TD], again, ALLOWED, RELATIVE)
+    assert not is_confirmed(
+        [coarse], [expected_TD], again, ALLOWED, RELATIVE, as_sent=lambda _: coarse
+    )
 
 
 def test_shipped_thresholds_are_those_of_the_next_longer_span() -> None:
@@ -99,6 +131,16 @@ def test_shipped_thresholds_are_those_of_the_next_longer_span() -> None:
     assert shortest is not None
     assert shortest.mean < longest.mean
     assert find_threshold(ComputationKind("llama", "bfloat16", "none", "NVIDIA H200"), 1) is None
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bounds_of_every_scheme_are_shipped(scheme: str) -> None:
+    for dtype in ("float32", "bfloat16"):
+        allowed = find_threshold(ComputationKind("llama", dtype, "none", "cpu"), 10, scheme)
+        assert allowed is not None
+        assert 0 < allowed.typical < math.inf
+        assert 0 < allowed.mean <= allowed.token
+        assert allowed.fitted_tokens >= 1000
 
 
 def test_shipped_thresholds_tell_int8_from_bfloat16() -> None:

@@ -211,8 +211,10 @@ def _print_audit(console: Console, name: str, when: str, body: Mapping[str, Any]
         compared = "" if allowed is None else f", {allowed:.2g} of what is allowed"
         console.print(
             f"{body['tokens']} tokens: worst error {body['worst']:.2g}, mean {body['mean']:.2g}"
-            f"{compared}"
+            f"{compared} ({body.get('scheme', 'relative-l2')})"
         )
+    if body.get("excused"):
+        console.print(f"{body['excused']} tokens were not judged: routers were undecided for them")
     if body["reason"]:
         console.print(body["reason"])
     rate = body["drawn_with"]

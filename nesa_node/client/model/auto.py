@@ -20,7 +20,13 @@ from nesa_node.client.session.base import SALT_BYTES, Connect, SwarmConnection
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.addresses import parse_peer_address
-from nesa_node.core.settings.choices import AuditorChoice, Precision, RouteName, StrategyName
+from nesa_node.core.settings.choices import (
+    AuditorChoice,
+    AuditScheme,
+    Precision,
+    RouteName,
+    StrategyName,
+)
 from nesa_node.core.settings.declaration import (
     default_audits_path,
     default_cache_dir,
@@ -73,6 +79,7 @@ class AutoDistributedModelForCausalLM:
         adapter: str | None = None,
         audit: float = DEFAULT_AUDIT_RATE,
         auditors: AuditorChoice = "auto",
+        audit_scheme: AuditScheme = "relative-l2",
         require_attestation: str | Path | None = None,
     ) -> DistributedModelForCausalLM:
         """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
@@ -104,7 +111,8 @@ class AutoDistributedModelForCausalLM:
         done, ten times as large for nodes that passed fewer than three audits: by this process, if
         this machine has the weights of their blocks, else by other nodes, but not in a star
         (`auditors` "auto"; "client": never by nodes; "nodes": always). A node that computed
-        something else is logged by name and not used any more.
+        something else is logged by name and not used any more. `audit_scheme` is how outputs are
+        compared (`verification/schemes.py`).
 
         `require_attestation` is a policy (a JSON or TOML file): only nodes are used whose hardware
         proves what it demands (`docs/verification.md`).
@@ -134,6 +142,7 @@ class AutoDistributedModelForCausalLM:
             strategy=strategy,
             audit=audit,
             auditors=auditors,
+            audit_scheme=audit_scheme,
             audits_path=default_audits_path(),
             require_attestation=(
                 None if require_attestation is None else user_path(require_attestation)

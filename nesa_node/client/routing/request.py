@@ -10,7 +10,13 @@ from nesa_node.compression import tensors
 from nesa_node.compression.codecs import EXACT, check_quality
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId, PeerId, Span
-from nesa_node.core.settings.choices import AuditorChoice, Precision, RouteName, StrategyName
+from nesa_node.core.settings.choices import (
+    AuditorChoice,
+    AuditScheme,
+    Precision,
+    RouteName,
+    StrategyName,
+)
 from nesa_node.core.settings.declaration import (
     default_audits_path,
     default_decisions_path,
@@ -58,6 +64,9 @@ class ConnectionOptions:
     """What computes work again: "client", "nodes", or "auto", this client where it has the weights,
     else, except in a star, nodes."""
 
+    audit_scheme: AuditScheme = "relative-l2"
+    """How an audit compares outputs (`verification/schemes.py`)."""
+
     audits_path: Path | None = None
     """File that remembers what audits said of each node; None: only for this connection."""
 
@@ -81,6 +90,9 @@ class ConnectionOptions:
         if self.auditors not in get_args(AuditorChoice):
             names = ", ".join(get_args(AuditorChoice))
             raise ConfigError(f"unknown auditors {self.auditors!r}: give {names}")
+        if self.audit_scheme not in get_args(AuditScheme):
+            names = ", ".join(get_args(AuditScheme))
+            raise ConfigError(f"there is no audit scheme {self.audit_scheme!r}: give {names}")
         if not 0 <= self.audit <= 1:
             raise ConfigError(f"audit={self.audit}: give a share of sessions from 0 to 1")
         if self.replicate_cache and self.routing == "star":
@@ -105,6 +117,7 @@ class ConnectionOptions:
             strategy=config.strategy,
             audit=config.audit,
             auditors=config.auditors,
+            audit_scheme=config.audit_scheme,
             audits_path=default_audits_path(),
             require_attestation=config.require_attestation,
             decisions_path=default_decisions_path(),

@@ -299,6 +299,7 @@ async def open_connection(
             AuditHistory(options.audits_path),
             rng=random.SystemRandom(),
             decisions=_decision_log(options),
+            scheme=options.audit_scheme,
         )
         attestor = None
         if policy is not None:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
+
+import torch
 
 from nesa_node.client.verification.audit_history import AuditHistory, AuditOutcome
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
@@ -25,6 +29,7 @@ from nesa_node.client.verification.session_audit import (
     SessionAudit,
     SessionAuditor,
 )
+from nesa_node.compression.tensors import decode, encode
 from nesa_node.core.decision_log import DecisionLog, LoggedDecision
 from nesa_node.core.errors import NesaError, WrongActivationsError
 from nesa_node.core.ids import PeerId, Span
@@ -36,10 +41,12 @@ from nesa_node.swarm.protocol.stream import peer_timeout
 from nesa_node.verification.comparison import (
     Comparison,
     ComputationKind,
+    Measure,
     compare_rows,
     find_threshold,
     is_confirmed,
 )
+from nesa_node.verification.schemes import DEFAULT_SCHEME, SEED_BYTES
 
 log = get_logger(__name__)
 
@@ -56,7 +63,7 @@ CLOSE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditRecord:
-    """Outcome of an audit. Errors are relative, `of_allowed` the worst of the one allowed."""
+    """Outcome of an audit. Errors are those of `scheme`, `of_allowed` the worst of its bounds."""
 
     peer: PeerId
     blocks: tuple[int, int]
@@ -68,9 +75,13 @@ class AuditRecord:
     tokens: int = 0
     worst: float | None = None
     mean: float | None = None
+    typical: float | None = None
     of_allowed: float | None = None
     position: int | None = None
     """First token whose error alone is too large."""
+    scheme: str = DEFAULT_SCHEME
+    excused: int = 0
+    """Tokens that were not judged, since routers may have chosen other experts for them."""
     reason: str = ""
 
     def to_error(self) -> WrongActivationsError | None:
@@ -90,7 +101,8 @@ class AuditRecord:
 class Auditor(SessionAuditor):
     """Audits of one connection's sessions. `rate` is the share of hops whose work is audited.
 
-    `history` bars nodes that failed; `decisions` has each audit, for `nesa-node explain`.
+    `history` bars nodes that failed; `decisions` has each audit, for `nesa-node explain`. `scheme`
+    names how outputs are compared (`nesa_node.verification.schemes.SCHEMES`).
     """
 
     def __init__(
@@ -101,6 +113,7 @@ class Auditor(SessionAuditor):
         *,
         rng: random.Random,
         decisions: DecisionLog | None = None,
+        scheme: str = DEFAULT_SCHEME,
     ) -> None:
         self.history = history
         self.outcomes: Counter[AuditOutcome] = Counter()
@@ -112,6 +125,7 @@ class Auditor(SessionAuditor):
         self._rate = rate
         self._rng = rng
         self._decisions = decisions
+        self._scheme = scheme
         self._tasks = TaskSet()
         self._turn = asyncio.Lock()
 
@@ -188,8 +202,13 @@ class Auditor(SessionAuditor):
                     "the hidden states of this session (--auditors nodes)"
                 )
             return await self._audit_at_node(work, hop, self.nodes)
-        found = await asyncio.to_thread(self._compare, work)
-        return [self._describe(work, hop, found)]
+        found, excused = await asyncio.to_thread(self._compare, work)
+        record = self._describe(work, hop, found)
+        return [replace(record, excused=excused)]
+
+    def _draw_measure(self) -> Measure:
+        """The work is sealed: nodes cannot fit it to the seed any more."""
+        return Measure(self._scheme, secrets.token_bytes(SEED_BYTES))
 
     async def _audit_at_node(
         self, work: HopWork, hop: Hop, nodes: NodeRecomputation
@@ -202,16 +221,22 @@ class Auditor(SessionAuditor):
         other = holders[0]
         inputs = [row.inputs_LD for row in work.rows]
         outputs = await nodes.run(other, work.span, inputs, work.computation)
-        kind = self._kind(work)
+        kind, measure = self._kind(work), self._draw_measure()
         found = compare_rows(
             [row.outputs_PD for row in work.rows],
             pick_known(outputs, work),
-            find_threshold(kind, len(work.span)),
+            find_threshold(kind, len(work.span), measure.scheme),
+            measure,
         )
         record = replace(self._describe(work, hop, found), auditor=other)
         if record.outcome != "failed":
             return [record]
-        referee = Referee(self._checkpoint, nodes)
+        if self._checkpoint.family.router is not None:
+            raise NotAuditedError(
+                f"{other} disagrees, but which of a mixture's tokens are undecided between experts "
+                "is known only where this client computes them"
+            )
+        referee = Referee(self._checkpoint, nodes, measure)
         liar = await referee.find_liar(work, replace(kind, codec="none"), other, outputs)
         failed = self._record(Hop(liar.peer, liar.span), "failed", liar.reason)
         if liar.peer == work.peer:
@@ -229,18 +254,25 @@ class Auditor(SessionAuditor):
             work.codec,
         )
 
-    def _compare(self, work: HopWork) -> Comparison:
-        allowed = find_threshold(self._kind(work), len(work.span))
-        given = [row.outputs_PD for row in work.rows]
-        expected = recompute(self._checkpoint, work)
-        found = compare_rows(given, expected, allowed)
+    def _compare(self, work: HopWork) -> tuple[Comparison, int]:
+        """Errors of `work`, and how many of its tokens are excused."""
+        measure = self._draw_measure()
+        allowed = find_threshold(self._kind(work), len(work.span), measure.scheme)
+        rows = [row.outputs_PD for row in work.rows]
+        once = recompute(self._checkpoint, work)
+        given, expected = once.judged(rows, once.outputs)
+        found = compare_rows(given, expected, allowed, measure)
+        found = replace(found, row=once.judged_rows()[found.row])
+        excused = sum(map(len, rows)) - sum(map(len, given))
         if found.outcome != "failed":
-            return found
+            return found, excused
         # From weights that are read anew.
-        again = recompute(self._checkpoint, work, by_token=True)
-        if not is_confirmed(given, expected, again, allowed):
+        twice = recompute(self._checkpoint, work, by_token=True)
+        given, expected, again = once.judged(rows, once.outputs, twice.outputs)
+        as_sent = partial(_pass_through_codec, codec=work.codec)
+        if not is_confirmed(given, expected, again, allowed, measure, as_sent=as_sent):
             raise NotAuditedError("a second computation of this client does not confirm its errors")
-        return found
+        return found, excused
 
     def _record(self, hop: Hop, outcome: AuditOutcome, reason: str) -> AuditRecord:
         blocks = hop.span.start, hop.span.end
@@ -249,6 +281,7 @@ class Auditor(SessionAuditor):
             blocks=blocks,
             outcome=outcome,
             drawn_with=self.history.draw_rate(hop.peer_id, self._rate),
+            scheme=self._scheme,
             reason=reason,
         )
 
@@ -261,6 +294,7 @@ class Auditor(SessionAuditor):
             tokens=found.tokens,
             worst=found.worst,
             mean=found.mean,
+            typical=found.typical,
             of_allowed=found.of_allowed,
             position=None if first is None else work.rows[found.row].positions[first],
         )
@@ -289,3 +323,11 @@ class Auditor(SessionAuditor):
                 )
             except OSError as error:
                 log.warning("decision_not_logged", reason=str(error))
+
+
+def _pass_through_codec(output_TD: torch.Tensor, codec: str) -> torch.Tensor:
+    """`output_TD` as a receiver decodes it from the codec."""
+    if codec == "none":
+        return output_TD
+    meta, payload = encode(output_TD, codec=codec)
+    return decode(meta, payload, max_bytes=meta.max_nbytes)

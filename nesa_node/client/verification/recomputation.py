@@ -1,14 +1,21 @@
 """Recomputation of a hop's work from the client's own copy of the weights, block by block.
 
-L tokens of a row, P positions of it whose outputs are known, D hidden.
+Routers of a mixture of experts may choose otherwise where two experts are nearly equal, and honest
+outputs are then far apart: tokens of which that may be so are found, and not judged.
+
+L tokens of a row, P positions of it whose outputs are known, D hidden, E experts.
 """
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import cast, get_args
 
 import torch
+from torch import Tensor, nn
 
 from nesa_node.client.verification.session_audit import HopWork, NotAuditedError
 from nesa_node.compression.tensors import DTYPES
@@ -19,6 +26,34 @@ from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.skeleton import Skeleton
+
+ROUTER_CLOSENESS = 1e-5
+"""Two experts' logits are nearly equal if closer than this multiple of a token's largest one: in
+float32, and in coarser dtypes by as much more as these round."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recomputation:
+    """What a hop's rows should have given."""
+
+    outputs: list[Tensor]
+    """Outputs [P, D] of each row, on the CPU."""
+    undecided: list[Tensor]
+    """Of each row [P], whether a router may have chosen otherwise for that token, or for one that
+    it attends to."""
+
+    def judged(self, *alike: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Of each of `alike`, rows of [P, D], what can be judged, without rows that have nothing.
+
+        Raises `NotAuditedError` if no token can be.
+        """
+        if not (kept := self.judged_rows()):
+            raise NotAuditedError("its routers were undecided between experts at each token")
+        return [[rows[row][~self.undecided[row]] for row in kept] for rows in alike]
+
+    def judged_rows(self) -> list[int]:
+        """Rows of which some tokens can be judged."""
+        return [row for row, undecided_P in enumerate(self.undecided) if not undecided_P.all()]
 
 
 def _recomputed_span(work: HopWork) -> Span:
@@ -34,10 +69,8 @@ def missing_bytes(checkpoint: Checkpoint, work: HopWork) -> int:
     return sum(checkpoint.download_sizes(skeleton.source_names(names)).values())
 
 
-def recompute(
-    checkpoint: Checkpoint, work: HopWork, *, by_token: bool = False
-) -> list[torch.Tensor]:
-    """Outputs [P, D] of each row on the CPU, in the hop's own kind of computation.
+def recompute(checkpoint: Checkpoint, work: HopWork, *, by_token: bool = False) -> Recomputation:
+    """Compute the outputs of each row in the hop's own kind of computation.
 
     By one prefill, or `by_token`, which rounds otherwise and takes as long as a session. One block
     is in memory at a time. Blocks the thread. Raises what `load_blocks` raises, and
@@ -48,6 +81,7 @@ def recompute(
         raise NotAuditedError(f"quantization {declared.quantization!r} is unknown here")
     dtype = DTYPES[declared.dtype]
     hidden = [row.prefix_LD.to(dtype) for row in work.rows]
+    undecided = [torch.zeros(len(row.prefix_LD) + len(row.inputs_LD)).bool() for row in work.rows]
     span = _recomputed_span(work)
     for block in range(span.start, span.end):
         if block == work.span.start:
@@ -62,13 +96,49 @@ def recompute(
             device="cpu",
             quant_type=cast(QuantType, declared.quantization),
         )
-        hidden = [_run_row(blocks, row_LD, by_token=by_token) for row_LD in hidden]
-    return [
-        output_LD[list(row.positions)] for row, output_LD in zip(work.rows, hidden, strict=True)
-    ]
+        for row, hidden_LD in enumerate(hidden):
+            with _ties_of_routers(checkpoint, blocks) as ties:
+                hidden[row] = _run_row(blocks, hidden_LD, by_token=by_token)
+            if ties:
+                tied_L = torch.cat(ties)
+                if block == span.end - 1:
+                    undecided[row] |= tied_L
+                elif tied_L.any():
+                    # In later blocks, the tokens after it attend to it.
+                    undecided[row][int(tied_L.nonzero()[0]) :] = True
+    return Recomputation(
+        [output_LD[list(row.positions)] for row, output_LD in zip(work.rows, hidden, strict=True)],
+        [each_L[list(row.positions)] for row, each_L in zip(work.rows, undecided, strict=True)],
+    )
 
 
-def _run_row(blocks: ModelBlocks, hidden_LD: torch.Tensor, *, by_token: bool) -> torch.Tensor:
+@contextmanager
+def _ties_of_routers(checkpoint: Checkpoint, blocks: ModelBlocks) -> Iterator[list[Tensor]]:
+    """Collects whether the block's router was undecided: [T] of each chunk that it runs."""
+    ties: list[Tensor] = []
+    with ExitStack() as stack:
+        for router in blocks.routers():
+            taken = int(checkpoint.config.num_experts_per_tok)
+            hook = router.register_forward_hook(partial(_note_ties, ties, taken))
+            stack.callback(hook.remove)
+        yield ties
+
+
+def _note_ties(
+    ties: list[Tensor], taken: int, _: nn.Module, __: object, output: tuple[Tensor, ...]
+) -> None:
+    """Forward hook of a router."""
+    logits_TE = output[0]
+    closeness = ROUTER_CLOSENESS * torch.finfo(logits_TE.dtype).eps / torch.finfo(torch.float32).eps
+    logits_TE = logits_TE.to("cpu", torch.float32)
+    if taken >= logits_TE.shape[1]:
+        return
+    best_TE = logits_TE.topk(taken + 1).values
+    gaps_T = best_TE[:, taken - 1] - best_TE[:, taken]
+    ties.append(gaps_T < closeness * logits_TE.abs().amax(1))
+
+
+def _run_row(blocks: ModelBlocks, hidden_LD: Tensor, *, by_token: bool) -> Tensor:
     if not len(hidden_LD):
         return hidden_LD
     pages = pages_for(len(hidden_LD))

@@ -22,6 +22,7 @@ from nesa_node.core.ids import PeerId, Span
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.verification.comparison import (
     ComputationKind,
+    Measure,
     compare_rows,
     find_threshold,
     is_confirmed,
@@ -45,9 +46,10 @@ class Verdict:
 class Referee:
     """Settles disputes between an audited node and one that computed its work again."""
 
-    def __init__(self, checkpoint: Checkpoint, nodes: NodeRecomputation) -> None:
+    def __init__(self, checkpoint: Checkpoint, nodes: NodeRecomputation, measure: Measure) -> None:
         self._checkpoint = checkpoint
         self._nodes = nodes
+        self._measure = measure
 
     async def find_liar(
         self, work: HopWork, kind: ComputationKind, other: PeerId, outputs: Rows
@@ -60,8 +62,9 @@ class Referee:
         again = await self._run(work.peer, work.span, states, work)
         by_token = await self._run(work.peer, work.span, states, work, by_token=True)
         given = [row.outputs_PD for row in work.rows]
-        allowed = find_threshold(kind, len(work.span))
-        if is_confirmed(given, pick_known(again, work), pick_known(by_token, work), allowed):
+        allowed = find_threshold(kind, len(work.span), self._measure.scheme)
+        known = pick_known(again, work), pick_known(by_token, work)
+        if is_confirmed(given, *known, allowed, self._measure):
             why = "what it computes now is not what it sealed"
             return Verdict(work.peer, work.span, why)
         if not self._differ(kind, work.span, again, outputs):
@@ -106,7 +109,7 @@ class Referee:
                 f"{other} disagrees on block {block.start}, whose weights, {nbytes:,} bytes, are "
                 "not here"
             )
-        return await asyncio.to_thread(recompute, self._checkpoint, alone)
+        return (await asyncio.to_thread(recompute, self._checkpoint, alone)).outputs
 
     async def _run_both(
         self, peers: tuple[PeerId, PeerId], span: Span, states: Rows, work: HopWork
@@ -121,10 +124,9 @@ class Referee:
     ) -> Rows:
         return await self._nodes.run(peer, span, states, work.computation, by_token=by_token)
 
-    @staticmethod
-    def _differ(kind: ComputationKind, span: Span, given: Rows, expected: Rows) -> bool:
-        found = compare_rows(given, expected, find_threshold(kind, len(span)))
-        return found.outcome == "failed"
+    def _differ(self, kind: ComputationKind, span: Span, given: Rows, expected: Rows) -> bool:
+        allowed = find_threshold(kind, len(span), self._measure.scheme)
+        return compare_rows(given, expected, allowed, self._measure).outcome == "failed"
 
 
 def pick_known(outputs: Rows, work: HopWork) -> Rows:

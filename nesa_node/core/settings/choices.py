@@ -5,6 +5,8 @@ from typing import Literal
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AuditorChoice = Literal["auto", "client", "nodes"]
 AttestationSource = Literal["none", "auto", "tdx", "snp", "command"]
+AuditScheme = Literal["relative-l2", "jl-32", "toploc", "simhash", "dhash", "dhash-z"]
+"""Ways to compare outputs in audits; `verification/schemes.py` implements them."""
 QuantType = Literal["none", "int8", "nf4"]
 RouteName = Literal["chain", "star"]
 Precision = Literal["nf4", "int8", "full"]

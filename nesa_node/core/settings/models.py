@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from nesa_node.core.settings.choices import (
     AttestationSource,
     AuditorChoice,
+    AuditScheme,
     DtypeName,
     LogFormat,
     LogLevel,
@@ -255,6 +256,12 @@ class ClientConfig(SharedConfig):
         "Use only nodes whose hardware proves what this policy demands (POLICY.json or .toml): "
         "docs/verification.md.",
         default_text="any nodes",
+    )
+    audit_scheme: AuditScheme = setting(
+        "relative-l2",
+        "Swarm",
+        "How outputs are compared. relative-l2: all values; the other ones compare sketches, which "
+        "see less.",
     )
     reuse_prefix: bool = setting(
         True, "Swarm", "Reuse cached prefixes of earlier prompts on nodes."

@@ -127,6 +127,14 @@ class ModelBlocks:
         """All modules of the span, at any depth."""
         return iter(self._decoder.modules())
 
+    def routers(self) -> list[nn.Module]:
+        """The modules that choose experts, one of each block; none if this is no mixture."""
+        if (path := self._family.router) is None:
+            return []
+        return [
+            layer.get_submodule(path) for layer in getattr(self._decoder, self._family.layers_name)
+        ]
+
     def split_layers(self) -> list[dict[str, nn.Module | Tensor]]:
         """For each block its linear layers, and its other weights, in shared memory.
 

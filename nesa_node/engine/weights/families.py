@@ -75,6 +75,9 @@ class ModelFamily:
     embedding_norm: str | None = None
     final_modules: tuple[str, ...] = ("norm",)
     cache_heads: Callable[[Any], CacheHeads] = _grouped_query_heads
+    router: str | None = None
+    """Of a mixture of experts: the module in a layer whose first output is each token's logits of
+    all experts, of which it takes `num_experts_per_tok`."""
     packs_rows: bool = True
     """Attention uses transformers' interface, so rows can be packed; else rows run one by one."""
     separates_texts: bool = True
@@ -100,7 +103,7 @@ MAX_CONTEXT_LENGTH = 2**31 - 1
 FAMILIES: Mapping[str, ModelFamily] = {
     "llama": ModelFamily("Llama", has_llama_layers=True),
     "mistral": ModelFamily("Mistral", has_llama_layers=True),
-    "mixtral": ModelFamily("Mixtral"),
+    "mixtral": ModelFamily("Mixtral", router="mlp.gate"),
     "qwen2": ModelFamily("Qwen2", has_llama_layers=True),
     "qwen3": ModelFamily("Qwen3", has_llama_layers=True),
     "gemma2": ModelFamily("Gemma 2", unsupported_settings={"use_bidirectional_attention": True}),

@@ -147,12 +147,13 @@ def test_an_audit_says_what_it_found_and_how_soon_a_liar_is_found(
     record = AuditRecord(
         peer=PeerId(PEERS[0]), blocks=(3, 5), outcome="failed", drawn_with=0.1, tokens=64
     )
-    measured = replace(record, worst=0.05, mean=0.04, of_allowed=4.0)
+    measured = replace(record, worst=0.05, mean=0.04, of_allowed=4.0, scheme="jl-32", excused=3)
     for body in (measured, replace(record, outcome="not audited", reason="no weights here")):
         log.add(LoggedDecision("audit", "cc" * 16, 1.8e9, asdict(body)))
     text = _explain(capsys, "cccc")
     assert f"audit of …{PEERS[0][-6:]}, blocks 3:5, by the client" in text
-    assert "64 tokens: worst error 0.05, mean 0.04, 4 of what is allowed" in text
+    assert "64 tokens: worst error 0.05, mean 0.04, 4 of what is allowed (jl-32)" in text
+    assert "3 tokens were not judged" in text
     assert "found within 29 of them" in text
     assert "no weights here" in text
     assert f"…{PEERS[0][-6:]} 3:5 not audited" in _explain(capsys)

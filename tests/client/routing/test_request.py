@@ -29,6 +29,12 @@ def test_a_strategy_that_there_is_not_is_refused_with_those_there_are() -> None:
         ConnectionOptions(strategy=unknown)
 
 
+def test_an_audit_scheme_that_there_is_not_is_refused_with_those_there_are() -> None:
+    unknown: Any = "md5"
+    with pytest.raises(ConfigError, match="no audit scheme 'md5': give relative-l2, jl-32, "):
+        ConnectionOptions(audit_scheme=unknown)
+
+
 @pytest.mark.parametrize(
     ("prompt", "expected"), [(None, (0, 50)), (((1, 2, 3), (4,)), (4, 48)), (((1,) * 90,), (90, 1))]
 )
