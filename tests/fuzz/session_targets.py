@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from unittest import mock
 
 import msgspec
 import torch
@@ -40,6 +41,7 @@ from nesa_node.swarm.protocol.attest_messages import Attested, QuotePart
 from nesa_node.swarm.protocol.messages import (
     Busy,
     Close,
+    Computation,
     Downstream,
     ErrorMessage,
     Link,
@@ -51,12 +53,22 @@ from nesa_node.swarm.protocol.messages import (
     RowSlice,
     Step,
 )
+from nesa_node.swarm.protocol.seal_messages import (
+    Disclose,
+    Disclosed,
+    Seal,
+    SealedRow,
+    SealRequest,
+    SealStatement,
+    open_seal,
+    sign_seal,
+)
 from nesa_node.swarm.protocol.stream import Stream
 from nesa_node.topology.links.matrix import MeasuredLink, pack_links, unpack_links
 from nesa_node.verification.attestation.check import check_attestation
 from nesa_node.verification.attestation.policy import AttestationPolicy
 from tests.fuzz.mutation import MSGPACK
-from tests.fuzz.swarm_targets import PEER, fed_pipe
+from tests.fuzz.swarm_targets import IDENTITY, PEER, fed_pipe, trust
 from tests.fuzz.target import Parse, Target
 from tests.verification.attestation.made_quotes import nvidia_quote, snp_quote
 from tests.verification.attestation.recorded_quotes import NAMES as RECORDED
@@ -94,12 +106,16 @@ def _messages() -> list[tuple[Message, bytes]]:
         ),
         AdapterFiles(config_bytes=5, weights_bytes=9),
         AdapterChunk(data=b"data"),
+        SealRequest(),
+        _seal(),
+        Disclose(rows=row),
     ]  # fmt: skip
     step = Step(session=session, epoch=1, step=3, rows=row, tensor=meta, via=("int8",))
     output = Output(epoch=1, step=3, rows=row, tensor=meta)
     pages = Pages(row=0, position=0, tensor=meta)
+    disclosed = Disclosed(rows=row, tensor=meta)
     return [(message, b"") for message in plain] + [
-        (message, bytes(payload)) for message in (step, output, pages)
+        (message, bytes(payload)) for message in (step, output, pages, disclosed)
     ]
 
 
@@ -248,12 +264,51 @@ def _attested() -> Iterator[Parse]:
         yield parse
 
 
+def _seal() -> Seal:
+    statement = SealStatement(
+        version=1, node=PeerId(PEER), session=bytes(16), nonce=bytes(16), epoch=1, number=2,
+        blocks=(0, 3), computation=Computation("float32", "none", "cpu"),
+        rows=(SealedRow(2, bytes(32), bytes(32)), SealedRow(0, bytes(32), bytes(32))),
+    )  # fmt: skip
+    return sign_seal(IDENTITY, statement)
+
+
+@contextmanager
+def _seals() -> Iterator[Parse]:
+    def read(data: bytes) -> None:
+        message = decode_message(data)
+        if isinstance(message, Seal):
+            open_seal(message, PeerId(PEER))
+
+    yield read
+
+
+@contextmanager
+def _signed_statements() -> Iterator[Parse]:
+    """Taken for signed: a node can sign what it likes."""
+
+    def read(data: bytes) -> None:
+        with mock.patch("nesa_node.swarm.protocol.seal_messages.verify_signature", new=trust):
+            open_seal(Seal(statement=data, signature=bytes(64)), PeerId(PEER))
+
+    yield read
+
+
 TARGETS: dict[str, Target] = {
     "attested": Target(
         open=_attested,
         seeds=_attested_seeds,
         tokens=(*MSGPACK, b"snp", b"nvidia", b"tdx", b"-----BEGIN CERTIFICATE-----\n"),
         weight=0.1,
+    ),
+    "seal": Target(
+        open=_seals, seeds=lambda: [encode_message(_seal())], tokens=MSGPACK, weight=0.5
+    ),
+    "seal_statement": Target(
+        open=_signed_statements,
+        seeds=lambda: [_seal().statement],
+        tokens=(*MSGPACK, PEER.encode()),
+        weight=2.0,
     ),
     "training_spec": Target(
         open=_training_specs,

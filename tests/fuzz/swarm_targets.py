@@ -71,7 +71,7 @@ def sealed_statements() -> list[bytes]:
     ]
 
 
-def _trust(*_: object) -> bool:
+def trust(*_: object) -> bool:
     return True
 
 
@@ -83,7 +83,7 @@ def _now() -> float:
 @contextmanager
 def trusting() -> Iterator[None]:
     """Takes all signatures for right: a peer can make right ones for whatever it says."""
-    with mock.patch("nesa_node.swarm.dht.sealing.verify_signature", new=_trust):
+    with mock.patch("nesa_node.swarm.dht.sealing.verify_signature", new=trust):
         yield
 
 

@@ -24,6 +24,7 @@ from nesa_node.core.settings.choices import (
     AuditorChoice,
     AuditScheme,
     Precision,
+    RedundancyName,
     RouteName,
     StrategyName,
 )
@@ -81,6 +82,7 @@ class AutoDistributedModelForCausalLM:
         auditors: AuditorChoice = "auto",
         audit_scheme: AuditScheme = "relative-l2",
         require_attestation: str | Path | None = None,
+        verify: RedundancyName = "none",
     ) -> DistributedModelForCausalLM:
         """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
 
@@ -117,6 +119,10 @@ class AutoDistributedModelForCausalLM:
         `require_attestation` is a policy (a JSON or TOML file): only nodes are used whose hardware
         proves what it demands (`docs/verification.md`).
 
+        `verify="2of3"` has three nodes compute each block, in a star, and believes two that agree;
+        a node that is outvoted is replaced at that token. "paper": all three must agree ("Secure
+        Multiparty Generative AI", algorithm 2, with its dHash), else `WrongActivationsError`.
+
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for contradictory
         arguments, a missing device and malformed initial peers.
         """
@@ -143,6 +149,7 @@ class AutoDistributedModelForCausalLM:
             audit=audit,
             auditors=auditors,
             audit_scheme=audit_scheme,
+            verify=verify,
             audits_path=default_audits_path(),
             require_attestation=(
                 None if require_attestation is None else user_path(require_attestation)

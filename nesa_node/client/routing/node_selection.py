@@ -391,16 +391,10 @@ class NodeSelector:
             node.peer_id
             for node in snapshot.nodes
             if node.total_cache_tokens < request.total_tokens
-            or self._is_too_coarse(node)
+            or is_too_coarse(node, request)
             or (request.allowed_peers is not None and node.peer_id not in request.allowed_peers)
         }
         return drop.union(self._refusals, unfit, self._planner.barred)
-
-    def _is_too_coarse(self, node: NodeState) -> bool:
-        """Whether the node's weights are coarser than requested, or of an unknown quantization."""
-        order = get_args(Precision)
-        precision = "full" if node.quantization == "none" else node.quantization
-        return precision not in order[order.index(self._request.options.min_precision) :]
 
     def _explain_missing(self, snapshot: Snapshot, error: MissingBlocksError) -> NesaError:
         request, coarsest = self._request, self._request.options.min_precision
@@ -410,7 +404,7 @@ class NodeSelector:
             for node in nodes_with(error.missing, snapshot.nodes)
             if allowed is None or node.peer_id in allowed
         ]
-        precise = [node for node in holders if not self._is_too_coarse(node)]
+        precise = [node for node in holders if not is_too_coarse(node, request)]
         if holders and not precise:
             found = ", ".join(sorted({node.quantization for node in holders}))
             return RefusedError(
@@ -454,3 +448,10 @@ async def _run_planning(snapshot: Snapshot, planning: Callable[[], _T]) -> _T:
     if len(snapshot.nodes) > MAX_INLINE_PLAN_NODES:
         return await asyncio.to_thread(planning)
     return planning()
+
+
+def is_too_coarse(node: NodeState, request: RouteRequest) -> bool:
+    """Whether the node's weights are coarser than requested, or of an unknown quantization."""
+    order = get_args(Precision)
+    precision = "full" if node.quantization == "none" else node.quantization
+    return precision not in order[order.index(request.options.min_precision) :]

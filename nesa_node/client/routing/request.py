@@ -14,6 +14,7 @@ from nesa_node.core.settings.choices import (
     AuditorChoice,
     AuditScheme,
     Precision,
+    RedundancyName,
     RouteName,
     StrategyName,
 )
@@ -67,6 +68,9 @@ class ConnectionOptions:
     audit_scheme: AuditScheme = "relative-l2"
     """How an audit compares outputs (`verification/schemes.py`)."""
 
+    verify: RedundancyName = "none"
+    """Rule by which several nodes compute each block: then sessions are stars, without prefixes."""
+
     audits_path: Path | None = None
     """File that remembers what audits said of each node; None: only for this connection."""
 
@@ -93,6 +97,9 @@ class ConnectionOptions:
         if self.audit_scheme not in get_args(AuditScheme):
             names = ", ".join(get_args(AuditScheme))
             raise ConfigError(f"there is no audit scheme {self.audit_scheme!r}: give {names}")
+        if self.verify not in get_args(RedundancyName):
+            names = ", ".join(get_args(RedundancyName))
+            raise ConfigError(f"unknown verify={self.verify!r}: give {names}")
         if not 0 <= self.audit <= 1:
             raise ConfigError(f"audit={self.audit}: give a share of sessions from 0 to 1")
         if self.replicate_cache and self.routing == "star":
@@ -118,6 +125,7 @@ class ConnectionOptions:
             audit=config.audit,
             auditors=config.auditors,
             audit_scheme=config.audit_scheme,
+            verify=config.verify,
             audits_path=default_audits_path(),
             require_attestation=config.require_attestation,
             decisions_path=default_decisions_path(),

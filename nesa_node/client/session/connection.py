@@ -30,6 +30,8 @@ from nesa_node.client.verification.attestor import Attestor
 from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.client.verification.auditor import Auditor
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
+from nesa_node.client.verification.redundant_session import RedundantSession
+from nesa_node.client.verification.replicas import ReplicaOpener
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import AdapterError, ConfigError, NesaError
@@ -146,6 +148,11 @@ class RemoteConnection:
         self._adapters_read_at = -math.inf
         self.metrics = SessionMetrics()
         self._rng = random.Random()
+        self._replicas: ReplicaOpener | None = None
+        if auditor is not None and options.verify != "none":
+            self._replicas = ReplicaOpener(
+                swarm, self._planner, auditor, options.verify, self.metrics
+            )
 
     async def close(self) -> None:
         """Finish audits that were drawn, and end other tasks that belong to no session."""
@@ -162,7 +169,7 @@ class RemoteConnection:
         max_tokens: int,
         prefix: SessionPrefix | None = None,
         adapter: bytes = b"",
-    ) -> AsyncIterator[RemoteSession]:
+    ) -> AsyncIterator[RemoteSession | RedundantSession]:
         """See `SwarmConnection.open_session`."""
         if prefix is not None and self._auditor is not None:
             prefix = replace(prefix, salt=self._auditor.history.derive_salt(prefix.salt))
@@ -176,7 +183,21 @@ class RemoteConnection:
             prefix=() if prefix is None else prefix.prompt_digests(model_id, precision),
             prompt_tokens=0 if prefix is None else sum(map(len, prefix.tokens)),
         )
-        session = RemoteSession(
+        session = await self._new_session(request, prefix)
+        self.metrics.open += 1
+        try:
+            await session.open()
+            yield session
+        finally:
+            self.metrics.open -= 1
+            await session.close()
+
+    async def _new_session(
+        self, request: RouteRequest, prefix: SessionPrefix | None
+    ) -> RemoteSession | RedundantSession:
+        if self._replicas is not None:
+            return await self._replicas.new_session(request)
+        return RemoteSession(
             self.swarm,
             request,
             self._planner,
@@ -186,13 +207,6 @@ class RemoteConnection:
             metrics=self.metrics,
             auditor=self._auditor,
         )
-        self.metrics.open += 1
-        try:
-            await session.open()
-            yield session
-        finally:
-            self.metrics.open -= 1
-            await session.close()
 
     async def find_adapter(self, text: str) -> PublishedAdapter:
         """The published adapter that `name`, `author/name` or a digest means.

@@ -28,7 +28,12 @@ from nesa_node.client.session.hop import HopLink, LinkState
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.client.session.step_pipeline import StepChunk, StepPipeline, split_step
 from nesa_node.client.session.telemetry import FailoverReason, SessionMetrics, SessionTrace
-from nesa_node.client.verification.session_audit import SessionAudit, SessionAuditor
+from nesa_node.client.verification.session_audit import (
+    SessionAudit,
+    SessionAuditor,
+    codec_family,
+    read_buffer,
+)
 from nesa_node.compression import tensors
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import (
@@ -116,6 +121,11 @@ class RemoteSession:
         return self._route.hops
 
     @property
+    def session_id(self) -> bytes:
+        """The session's id at the client."""
+        return self._route.session
+
+    @property
     def declared_computations(self) -> tuple[Computation | None, ...]:
         """What each hop declares to compute with; None from older nodes."""
         return tuple(
@@ -128,6 +138,11 @@ class RemoteSession:
         streams = len(self.hops) + 1 if self._request.is_chain else 2 * len(self.hops)
         via = self._pipeline.output_codecs
         return ("none",) * (streams - len(via)) + via
+
+    @property
+    def codec(self) -> str:
+        """Family of the codecs by which nodes encode their outputs; a level where links choose."""
+        return codec_family(self._request.options.quality)
 
     @property
     def failovers(self) -> tuple[Failover, ...]:
@@ -211,6 +226,10 @@ class RemoteSession:
             self._check_step_time(step_s)
         if self._trace.is_enabled:
             self._trace.record_step("decode" if is_decode else "prefill", tokens, step_s)
+
+    async def read_inputs(self) -> list[tuple[RowSlice, torch.Tensor]]:
+        """What the first block was given: consecutive positions of rows, their values [L, D]."""
+        return await read_buffer(self._replay.first_inputs, self._lengths)
 
     async def rollback(self, lengths: Sequence[int]) -> None:
         """See `BlockSession.rollback`."""

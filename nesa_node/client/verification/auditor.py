@@ -37,6 +37,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.p2p.tasks import TaskSet
+from nesa_node.swarm.protocol.messages import Computation
 from nesa_node.swarm.protocol.stream import peer_timeout
 from nesa_node.verification.comparison import (
     Comparison,
@@ -168,6 +169,21 @@ class Auditor(SessionAuditor):
     ) -> asyncio.Task[WrongActivationsError | None] | None:
         return self._tasks.start(audit, name="audit")
 
+    def kind_of(self, declared: Computation, codec: str) -> ComputationKind:
+        """The kind of a computation, by which bounds are fitted."""
+        return ComputationKind(
+            self._checkpoint.config.model_type,
+            declared.dtype,
+            declared.quantization,
+            declared.backend,
+            codec,
+        )
+
+    async def record_outvoted(self, hop: Hop, session: bytes, rule: str, reason: str) -> None:
+        """Record that other nodes, by `rule`, agree on something else than `hop` answered."""
+        record = replace(self._record(hop, "outvoted", reason), auditor=rule)
+        await self._finish(session, record)
+
     async def close(self) -> None:
         """Wait for audits that were drawn, but not for long."""
         try:
@@ -221,7 +237,8 @@ class Auditor(SessionAuditor):
         other = holders[0]
         inputs = [row.inputs_LD for row in work.rows]
         outputs = await nodes.run(other, work.span, inputs, work.computation)
-        kind, measure = self._kind(work), self._draw_measure()
+        kind = self.kind_of(work.computation, work.codec)
+        measure = self._draw_measure()
         found = compare_rows(
             [row.outputs_PD for row in work.rows],
             pick_known(outputs, work),
@@ -244,20 +261,11 @@ class Auditor(SessionAuditor):
         reason = f"{other}, which computed it again, did so wrongly"
         return [self._record(hop, "not audited", reason), failed]
 
-    def _kind(self, work: HopWork) -> ComputationKind:
-        declared = work.computation
-        return ComputationKind(
-            self._checkpoint.config.model_type,
-            declared.dtype,
-            declared.quantization,
-            declared.backend,
-            work.codec,
-        )
-
     def _compare(self, work: HopWork) -> tuple[Comparison, int]:
         """Errors of `work`, and how many of its tokens are excused."""
         measure = self._draw_measure()
-        allowed = find_threshold(self._kind(work), len(work.span), measure.scheme)
+        kind = self.kind_of(work.computation, work.codec)
+        allowed = find_threshold(kind, len(work.span), measure.scheme)
         rows = [row.outputs_PD for row in work.rows]
         once = recompute(self._checkpoint, work)
         given, expected = once.judged(rows, once.outputs)
@@ -301,7 +309,7 @@ class Auditor(SessionAuditor):
 
     async def _finish(self, session: bytes, record: AuditRecord) -> WrongActivationsError | None:
         self.outcomes[record.outcome] += 1
-        if record.outcome == "failed":
+        if record.outcome in ("failed", "outvoted"):
             log.error("wrong_activations", **asdict(record))
         else:
             log.info("node_audited", **asdict(record))
@@ -314,7 +322,7 @@ class Auditor(SessionAuditor):
             self.history.record_passed(record.peer)
         elif record.outcome == "failed":
             self.history.bar(record.peer, record.describe_fault())
-        elif record.outcome == "unclear":
+        elif record.outcome in ("unclear", "outvoted"):
             self.history.disown_caches(record.peer)
         if self._decisions is not None:
             try:

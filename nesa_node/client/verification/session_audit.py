@@ -115,14 +115,14 @@ class SessionAudit:
             session=self.session,
             first_block=self._request.span.start,
             computation=link.opened.computation,
-            codec=_family_of(self._request.options.quality),
+            codec=codec_family(self._request.options.quality),
             rows=rows,
             is_own=not any(link.start_lengths) and not any(len(row.prefix_LD) for row in rows),
         )
 
     async def _find_inputs(self, link: HopLink, lengths: Sequence[int]) -> list[_Part]:
         if (before := self._node_before(link)) is None:
-            return await _read_buffer(self._replay.inputs_of(link), lengths)
+            return await read_buffer(self._replay.inputs_of(link), lengths)
         try:
             return await self._have_disclosed(before, lengths)
         except RemoteError as error:
@@ -131,7 +131,7 @@ class SessionAudit:
 
     async def _find_outputs(self, link: HopLink, lengths: Sequence[int]) -> list[_Part]:
         if (kept := self._replay.outputs_of(link)) is not None and self._answers_client(link):
-            return await _read_buffer(kept, lengths)
+            return await read_buffer(kept, lengths)
         try:
             return await self._have_disclosed(link, lengths)
         except RemoteError as error:
@@ -224,7 +224,7 @@ class SessionAudit:
         """Inputs of the session's first block for the first positions of a row."""
         until = [0] * self._request.rows
         until[row] = length
-        parts = await _read_buffer(self._replay.first_inputs, until)
+        parts = await read_buffer(self._replay.first_inputs, until)
         first, values_LD = _join(parts, row, self._request.hidden_size)
         if first or len(values_LD) != length:
             raise NotAuditedError("the inputs of a reused prefix are not known")
@@ -253,13 +253,14 @@ class SessionAuditor(Protocol):
         ...
 
 
-def _family_of(quality: str) -> str:
+def codec_family(quality: str) -> str:
     """Family of the codec that the quality names; `none` for those that lose nothing."""
     family = codec_name(quality).partition("@")[0]
     return "none" if family in (EXACT, "lossless") else family
 
 
-async def _read_buffer(kept: ReplayBuffer, until: Sequence[int]) -> list[_Part]:
+async def read_buffer(kept: ReplayBuffer, until: Sequence[int]) -> list[_Part]:
+    """Parts of each row's first `until[row]` positions, decoded."""
     parts: list[_Part] = []
     for held in kept.iter_steps([0] * len(until), until):
         step = await held.materialize()

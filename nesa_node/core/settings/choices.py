@@ -7,6 +7,8 @@ AuditorChoice = Literal["auto", "client", "nodes"]
 AttestationSource = Literal["none", "auto", "tdx", "snp", "command"]
 AuditScheme = Literal["relative-l2", "jl-32", "toploc", "simhash", "dhash", "dhash-z"]
 """Ways to compare outputs in audits; `verification/schemes.py` implements them."""
+RedundancyName = Literal["none", "2of3", "paper"]
+"""How nodes check each other (`nesa_node/verification/agreement.py`)."""
 QuantType = Literal["none", "int8", "nf4"]
 RouteName = Literal["chain", "star"]
 Precision = Literal["nf4", "int8", "full"]

@@ -33,6 +33,7 @@ from nesa_node.core.settings.choices import (
     PlacementGoal,
     Precision,
     QuantType,
+    RedundancyName,
     RouteName,
     SamplingDefaults,
     StrategyName,
@@ -262,6 +263,12 @@ class ClientConfig(SharedConfig):
         "Swarm",
         "How outputs are compared. relative-l2: all values; the other ones compare sketches, which "
         "see less.",
+    )
+    verify: RedundancyName = setting(
+        "none",
+        "Swarm",
+        "Have three nodes compute each block, in a star, and believe two that agree (2of3), or "
+        "none unless all do (paper). Three times the work.",
     )
     reuse_prefix: bool = setting(
         True, "Swarm", "Reuse cached prefixes of earlier prompts on nodes."

@@ -1,0 +1,206 @@
+"""Session whose blocks several nodes compute, each alone, in a star: the largest group is believed.
+
+No node is told what another one answered, and nothing is sent on before all have answered: a node
+cannot copy from a faster one what it did not compute. Nodes that are outvoted are replaced at that
+step.
+
+T packed tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, Failover
+from nesa_node.client.session.session import RemoteSession
+from nesa_node.client.verification.replica_selection import ReplicatedSpan
+from nesa_node.core.errors import MissingBlocksError, NesaError, WrongActivationsError
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.logging import get_logger
+from nesa_node.routing.chains import Hop
+from nesa_node.swarm.protocol.messages import RowSlice, Want
+from nesa_node.verification.agreement import AgreementHistory, AgreementRule
+
+log = get_logger(__name__)
+
+NewSession = Callable[[Span, PeerId], RemoteSession]
+"""A session of `span` at one node, not open yet."""
+NewHistory = Callable[[Span, RemoteSession], AgreementHistory]
+"""How outputs of `span` are compared, by what an open session's node declares to compute with."""
+ReportOutvoted = Callable[[Hop, bytes, str], Awaitable[None]]
+"""Gets a node, the id of its session, and what it did."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """The nodes that compute the blocks `span`."""
+
+    span: Span
+    spares: list[PeerId]
+    """Nodes that may replace one; each is asked once."""
+    members: dict[PeerId, RemoteSession] = field(default_factory=dict)
+    history: AgreementHistory | None = None
+
+
+class RedundantSession:
+    """`BlockSession` over nodes that check each other by `rule`."""
+
+    def __init__(
+        self,
+        parts: Sequence[ReplicatedSpan],
+        rule: AgreementRule,
+        *,
+        new_session: NewSession,
+        new_history: NewHistory,
+        report_outvoted: ReportOutvoted,
+        rows: int,
+        max_tokens: int,
+    ) -> None:
+        self.rows = rows
+        self.max_tokens = max_tokens
+        self._rule = rule
+        self._groups = [_Group(part.span, list(part.peers)) for part in parts]
+        self._new_session = new_session
+        self._new_history = new_history
+        self._report_outvoted = report_outvoted
+        self._lengths = [0] * rows
+        self._failovers: deque[Failover] = deque(maxlen=MAX_SESSION_FAILOVERS)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self._lengths)
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """The nodes, those of the same blocks one after the other."""
+        return tuple(hop for session in self._sessions() for hop in session.hops)
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        return tuple(codec for session in self._sessions() for codec in session.codecs)
+
+    @property
+    def failovers(self) -> tuple[Failover, ...]:
+        return tuple(self._failovers)
+
+    async def open(self) -> None:
+        """Open all sessions. Raises `MissingBlocksError` where too few nodes can be used."""
+        await asyncio.gather(*(self._fill(group, []) for group in self._groups))
+        for group in self._groups:
+            self._check_members(group, self._rule.copies)
+            first = next(iter(group.members.values()))
+            group.history = self._new_history(group.span, first)
+
+    async def step(
+        self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
+    ) -> torch.Tensor:
+        """See `BlockSession.step`. Raises `WrongActivationsError` where too few nodes agree."""
+        for group in self._groups:
+            # Of inner blocks all outputs are needed.
+            its = want if group is self._groups[-1] else "all"
+            hidden_TD = await self._step_group(group, hidden_TD, rows, its)
+        for part in rows:
+            self._lengths[part.row] += part.count
+        return hidden_TD
+
+    async def rollback(self, lengths: Sequence[int]) -> None:
+        """See `BlockSession.rollback`."""
+        await asyncio.gather(*(each.rollback(lengths) for each in self._sessions()))
+        self._lengths = list(lengths)
+
+    async def reorder(self, sources: Sequence[int]) -> None:
+        """See `BlockSession.reorder`."""
+        await asyncio.gather(*(each.reorder(sources) for each in self._sessions()))
+        self._lengths = [self._lengths[source] for source in sources]
+
+    async def finish(self) -> None:
+        """See `BlockSession.finish`."""
+        await asyncio.gather(*(each.finish() for each in self._sessions()))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(each.close() for each in self._sessions()))
+
+    def _sessions(self) -> list[RemoteSession]:
+        return [session for group in self._groups for session in group.members.values()]
+
+    async def _step_group(
+        self, group: _Group, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], want: Want
+    ) -> torch.Tensor:
+        members = dict(group.members)
+        answers = await asyncio.gather(
+            *(session.step(hidden_TD, rows, want=want) for session in members.values()),
+            return_exceptions=True,
+        )
+        outputs: dict[PeerId, torch.Tensor] = {}
+        for peer, answer in zip(members, answers, strict=True):
+            if isinstance(answer, torch.Tensor):
+                outputs[peer] = answer
+            elif isinstance(answer, NesaError):
+                await self._leave(group, peer, str(answer))
+            else:
+                raise answer
+        self._check_members(group, self._rule.needed)
+        peers = list(outputs)
+        assert group.history is not None
+        agreeing = group.history.find_group(peers, list(outputs.values()))
+        if len(agreeing) < self._rule.needed:
+            blocks = group.span.start, group.span.end
+            raise WrongActivationsError(
+                None,
+                blocks,
+                min(part.position for part in rows),
+                f"{', '.join(peers)} compute blocks {group.span} differently, and at least "
+                f"{self._rule.needed} must agree",
+            )
+        believed = [peers[index] for index in agreeing]
+        for peer in outputs.keys() - set(believed):
+            reason = f"{len(believed)} of {len(peers)} nodes agree on something else"
+            session = members[peer].session_id
+            await self._report_outvoted(Hop(peer, group.span), session, reason)
+            await self._leave(group, peer, reason)
+        if len(group.members) < self._rule.copies:
+            await self._fill(group, await group.members[believed[0]].read_inputs())
+        return outputs[believed[0]]
+
+    async def _leave(self, group: _Group, peer: PeerId, reason: str) -> None:
+        began = time.monotonic()
+        log.warning("replica_left", peer=peer, blocks=str(group.span), reason=reason)
+        await group.members.pop(peer).close()
+        took_ms = (time.monotonic() - began) * 1000
+        self._failovers.append(Failover(time.time(), (peer,), took_ms))
+
+    async def _fill(self, group: _Group, given: Sequence[tuple[RowSlice, torch.Tensor]]) -> None:
+        """Open sessions at spares, as many as are missing, and have them compute `given`."""
+        while group.spares and (missing := self._rule.copies - len(group.members)) > 0:
+            tried, group.spares = group.spares[:missing], group.spares[missing:]
+            await asyncio.gather(*(self._add_member(group, peer, given) for peer in tried))
+
+    async def _add_member(
+        self, group: _Group, peer: PeerId, given: Sequence[tuple[RowSlice, torch.Tensor]]
+    ) -> None:
+        session = self._new_session(group.span, peer)
+        try:
+            await session.open()
+            for part, values_LD in given:
+                await session.step(values_LD, [part], want="none")
+        except NesaError as error:
+            log.info("replica_not_opened", peer=peer, reason=str(error))
+            await session.close()
+        except BaseException:
+            await session.close()
+            raise
+        else:
+            group.members[peer] = session
+
+    @staticmethod
+    def _check_members(group: _Group, needed: int) -> None:
+        if (found := len(group.members)) < needed:
+            blocks = group.span.start, group.span.end
+            what = f"{found} nodes of {needed} that are needed compute blocks {group.span}"
+            raise MissingBlocksError([blocks], what)

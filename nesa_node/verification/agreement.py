@@ -1,0 +1,74 @@
+"""Which of several computations of the same is believed: that of the largest group that agrees.
+
+Source: "Secure Multiparty Generative AI", algorithm 2. Taken literally it wants more than
+floor(n/2) *other* similar outputs, so that of three nodes one that lies stops the session; "2of3"
+is what it means: most of them agree.
+
+T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+from nesa_node.verification.comparison import MIN_TYPICAL_TOKENS, Measure, Threshold, judge
+
+
+@dataclass(frozen=True, slots=True)
+class AgreementRule:
+    """How many nodes compute the same, and how many of them must agree."""
+
+    copies: int
+    needed: int
+    scheme: str
+
+
+RULES = {
+    "2of3": AgreementRule(copies=3, needed=2, scheme="relative-l2"),
+    "paper": AgreementRule(copies=3, needed=3 // 2 + 1 + 1, scheme="dhash"),
+}
+
+
+def largest_group(members: int, agree: Callable[[int, int], bool]) -> tuple[int, ...]:
+    """The largest group whose members agree with each other, the first of several as large."""
+    agreeing = {pair for pair in combinations(range(members), 2) if agree(*pair)}
+    for size in range(members, 1, -1):
+        for group in combinations(range(members), size):
+            if agreeing.issuperset(combinations(group, 2)):
+                return group
+    return (0,) if members else ()
+
+
+class AgreementHistory:
+    """Errors between the nodes that compute the same blocks, of the last tokens of a session.
+
+    Means say more than single tokens, and a decode step has one token of each row.
+    """
+
+    def __init__(self, measure: Measure, allowed: Threshold) -> None:
+        self._measure = measure
+        self._allowed = allowed
+        self._recent: dict[tuple[str, str], torch.Tensor] = defaultdict(
+            lambda: torch.empty(0, dtype=torch.float64)
+        )
+
+    def find_group(self, names: Sequence[str], outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Indices of the largest group of `names` whose outputs [T, D] agree, and did before."""
+        if not len(outputs[0]):
+            return tuple(range(len(names)))
+
+        def agree(one: int, other: int) -> bool:
+            pair = names[one], names[other]
+            errors = self._measure.errors(outputs[one], outputs[other])
+            window = torch.cat([self._recent[pair], errors])
+            self._recent[pair] = window[-MIN_TYPICAL_TOKENS:]
+            return (
+                judge(window, len(window), self._measure.scheme, self._allowed).outcome == "passed"
+            )
+
+        return largest_group(len(names), agree)
