@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack
+from itertools import groupby
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from nesa_node.cli.process_setup import exit_on_interrupt
@@ -130,8 +131,15 @@ class ReconnectingModel:
 
 
 def describe_route(session: InferenceSession) -> str:
-    """Text such as `chain …WmQh4s 0:10 → …Pz1kLd 10:20`, with codecs if any is not "none"."""
-    hops = " → ".join(f"{short_peer_id(hop.peer_id)} {hop.span}" for hop in session.hops)
+    """Text such as `chain …WmQh4s 0:10 → …Pz1kLd 10:20`, with codecs if any is not "none".
+
+    Nodes that compute the same blocks are joined by `+`.
+    """
+    replicas = (list(same) for _, same in groupby(session.hops, key=lambda hop: hop.span))
+    hops = " → ".join(
+        f"{' + '.join(short_peer_id(hop.peer_id) for hop in same)} {same[0].span}"
+        for same in replicas
+    )
     codecs = session.codecs
     compressed = any(codec != "none" for codec in codecs)
     return f"chain {hops}, sent as {' → '.join(codecs)}" if compressed else f"chain {hops}"
