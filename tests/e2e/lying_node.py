@@ -15,14 +15,14 @@ import torch
 
 from nesa_node.cli.app import run_command
 from nesa_node.engine.model.blocks import ModelBlocks
-from nesa_node.engine.model.devices import SpanThroughput
+from nesa_node.engine.model.devices import SpanThroughput, measure_throughput
 from nesa_node.server.node import served_span
 
 FACTOR, BOAST = 1.05, 50.0
 
 
 def main() -> None:
-    load, measure = served_span._load, served_span.measure_throughput
+    load = served_span._load
 
     def load_liar(*args: Any) -> ModelBlocks:
         blocks = load(*args)
@@ -38,7 +38,7 @@ def main() -> None:
         return blocks
 
     def boast(*args: Any, **kwargs: Any) -> SpanThroughput:
-        found = measure(*args, **kwargs)
+        found = measure_throughput(*args, **kwargs)
         return replace(found, decode_tokens_per_s=BOAST * found.decode_tokens_per_s)
 
     with (
