@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks import (
     adapters,
+    answer_checks,
     audit_attacks,
     audit_thresholds,
     changes,
@@ -59,6 +60,7 @@ from nesa_node.core.logging import setup_logging
 
 BENCHMARKS: dict[str, ModuleType] = {
     "adapters": adapters,
+    "answer-checks": answer_checks,
     "audit-attacks": audit_attacks,
     "audit-thresholds": audit_thresholds,
     "auto": auto,

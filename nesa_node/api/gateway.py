@@ -28,7 +28,7 @@ from structlog.contextvars import bound_contextvars
 
 from nesa_node import __version__
 from nesa_node.api.generation.job import GenerationEvent, Job, PrefillDone
-from nesa_node.api.models.jobs import RunJobs, run_jobs
+from nesa_node.api.models.jobs import JobContext, RunJobs, run_jobs
 from nesa_node.api.models.metrics import GatewayMetrics
 from nesa_node.api.models.registry import ModelRegistry
 from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
@@ -267,6 +267,15 @@ class Gateway:
                 code="missing_required_parameter",
             )
         return await self.models.get(name)
+
+    def job_context(self, name: str | None) -> JobContext:
+        """What jobs of a request to the model called `name` depend on."""
+        return JobContext(
+            config=self.config,
+            check_grammar=self.grammars.check,
+            render=self.template_renderer(),
+            adapter=self.models.adapter_of(name),
+        )
 
     def template_renderer(self) -> Render | None:
         """Renderer of untrusted chat templates in a child process; None: models are trusted."""

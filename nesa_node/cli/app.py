@@ -31,6 +31,7 @@ from nesa_node.cli.commands.keys import keys
 from nesa_node.cli.commands.simulate import simulate
 from nesa_node.cli.commands.status import explain, status
 from nesa_node.cli.commands.swarm import swarm
+from nesa_node.cli.commands.verify import verify
 from nesa_node.cli.flags import FLAG_GROUPS, advanced_flags
 from nesa_node.cli.process_setup import (
     INTERRUPTED_EXIT_CODE,
@@ -196,7 +197,7 @@ app = App(
 )
 for _command in (
     *(run, bootstrap, orchestrate, api, generate, chat, status, dashboard),
-    *(explain, simulate, identity, doctor, demo, evaluate, finetune),
+    *(explain, simulate, identity, doctor, demo, evaluate, finetune, verify),
 ):
     # By its path: then the parser evaluates the flags of the command that is used, not of all.
     _path = f"{_command.__module__}:{_command.__name__}"

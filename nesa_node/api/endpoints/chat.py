@@ -23,7 +23,7 @@ from nesa_node.api.gateway import (
 )
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
 from nesa_node.api.generation.tokenization import offload_if_large
-from nesa_node.api.models.jobs import RunJobs, check_prompt
+from nesa_node.api.models.jobs import JobContext, RunJobs, check_prompt
 from nesa_node.api.openapi import ChatCompletion, ChatCompletionChunk, describe
 from nesa_node.api.responses.http_responses import DONE_EVENT, new_id, sse_event
 from nesa_node.api.responses.token_logprobs import encode_chat_logprobs, reserve_logprobs
@@ -179,7 +179,7 @@ async def chat(
     usage: UsageOf,
     body: Annotated[ChatCompletionRequest, body_dependency(ChatCompletionRequest)],
 ) -> Response:
-    tools = _callable_tools(body)
+    tools = callable_tools(body)
     prepare = partial(_prepare, gateway, usage, body, tools)
     return gateway.respond(body.model, prepare, stream=bool(body.stream))
 
@@ -191,9 +191,9 @@ async def _prepare(
     tools: list[Tool],
     model: ServedModel,
 ) -> PendingResponse:
-    job = await _make_job(gateway, model, body, tools)
+    job = await make_chat_job(gateway.job_context(body.model), model, body)
     reserve_logprobs([job], param="top_logprobs")
-    make_parser = _tool_call_parser(model, tools) if tools else None
+    make_parser = tool_call_parser(model, tools) if tools else None
 
     def new_answer() -> ChatCompletionBuilder:
         return ChatCompletionBuilder(
@@ -212,7 +212,7 @@ async def _prepare(
     )
 
 
-def _callable_tools(body: ChatCompletionRequest) -> list[Tool]:
+def callable_tools(body: ChatCompletionRequest) -> list[Tool]:
     """Tools that the model may call. Raises `HttpProblem` for a `tool_choice` without tools."""
     tools = body.tools or []
     if not tools and body.tool_choice not in (None, "none", "auto"):
@@ -220,32 +220,32 @@ def _callable_tools(body: ChatCompletionRequest) -> list[Tool]:
     return [] if body.tool_choice == "none" else tools
 
 
-def _tool_call_parser(model: ServedModel, tools: list[Tool]) -> partial[ToolCallParser]:
+def tool_call_parser(model: ServedModel, tools: list[Tool]) -> partial[ToolCallParser]:
+    """Maker of parsers for answers that may call `tools`."""
     written = detect_call_format(find_template(model.tokenizer, True))
     return partial(ToolCallParser, written, [tool.function.name for tool in tools])
 
 
-async def _make_job(
-    gateway: Gateway,
-    model: ServedModel,
-    body: ChatCompletionRequest,
-    tools: list[Tool],
+async def make_chat_job(
+    context: JobContext, model: ServedModel, body: ChatCompletionRequest
 ) -> Job:
+    """The request's job. Raises `HttpProblem` for a request that cannot be served."""
+    tools = callable_tools(body)
     asked = body.requested_max_tokens()
     n = body.n or 1
     top, sampling = body.requested_logprobs(), body.sampling(model.vocab_size, model.defaults)
-    grammar = await _answer_grammar(model, body, tools, gateway.grammars.check)
+    grammar = await _answer_grammar(model, body, tools, context.check_grammar)
     prompt = await chat_prompt(
         model.tokenizer,
         body.messages,
         tools,
         max_tokens=model.context_length,
-        render=gateway.template_renderer(),
+        render=context.render,
     )
     return Job(
         prompt=check_prompt(model, prompt, "messages"),
         max_tokens=resolve_max_tokens(
-            prompt, asked, model.context_length, gateway.config, choices=n, param="messages"
+            prompt, asked, model.context_length, context.config, choices=n, param="messages"
         ),
         n=n,
         sampling=sampling,
@@ -254,7 +254,7 @@ async def _make_job(
         top_logprobs=top,
         prefix_scope=current_caller(),
         grammar=grammar,
-        adapter=gateway.models.adapter_of(body.model),
+        adapter=context.adapter,
     )
 
 

@@ -21,7 +21,7 @@ from nesa_node.api.gateway import (
 )
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
 from nesa_node.api.generation.tokenization import decode_all, offload_if_large
-from nesa_node.api.models.jobs import JobEvent, RunJobs, tokenize_prompts
+from nesa_node.api.models.jobs import JobContext, JobEvent, RunJobs, tokenize_prompts
 from nesa_node.api.openapi import Completion, describe
 from nesa_node.api.responses.http_responses import DONE_EVENT, new_id, sse_event
 from nesa_node.api.responses.token_logprobs import CompletionLogprobsEncoder, reserve_logprobs
@@ -170,7 +170,7 @@ async def _prepare(
     gateway: Gateway, usage: UsageCounter, body: CompletionRequest, model: ServedModel
 ) -> PendingResponse:
     prompts = body.prompts()
-    jobs = await _make_jobs(gateway, model, body, prompts)
+    jobs = await make_completion_jobs(gateway.job_context(body.model), model, body)
     reserve_logprobs(jobs, param="logprobs")
     echoes = await _prompt_texts(model, prompts) if body.echo else None
     asked = sum(len(job.prompt) for job in jobs)
@@ -193,22 +193,20 @@ async def _prepare(
     )
 
 
-async def _make_jobs(
-    gateway: Gateway,
-    model: ServedModel,
-    body: CompletionRequest,
-    prompts: list[str | list[int]],
+async def make_completion_jobs(
+    context: JobContext, model: ServedModel, body: CompletionRequest
 ) -> list[Job]:
+    """A job for each prompt. Raises `HttpProblem` for a request that cannot be served."""
     sampling = body.sampling(model.vocab_size, model.defaults)
     grammar = await checked_grammar(
-        requested_schema(body.response_format), "response_format", gateway.grammars.check
+        requested_schema(body.response_format), "response_format", context.check_grammar
     )
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return [
         Job(
             prompt=tokens,
             max_tokens=resolve_max_tokens(
-                tokens, asked, model.context_length, gateway.config, param="prompt"
+                tokens, asked, model.context_length, context.config, param="prompt"
             ),
             n=body.n or 1,
             sampling=sampling,
@@ -218,9 +216,9 @@ async def _make_jobs(
             prompt_logprobs=bool(body.echo) and body.logprobs is not None,
             prefix_scope=current_caller(),
             grammar=grammar,
-            adapter=gateway.models.adapter_of(body.model),
+            adapter=context.adapter,
         )
-        for tokens in await tokenize_prompts(model, prompts, "prompt")
+        for tokens in await tokenize_prompts(model, body.prompts(), "prompt")
     ]
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from nesa_node.api.gateway import Gateway, GatewayOf, PendingResponse, UsageCounter, UsageOf
 from nesa_node.api.generation.job import Delta, Job, PrefillDone
-from nesa_node.api.models.jobs import RunJobs, check_prompt
+from nesa_node.api.models.jobs import JobContext, RunJobs, check_prompt
 from nesa_node.api.openapi import ResponseEvent, ResponseObject, describe
 from nesa_node.api.responses.http_responses import named_sse_event, new_id
 from nesa_node.api.responses.token_logprobs import encode_chat_logprobs, reserve_logprobs
@@ -198,7 +198,7 @@ async def respond(
 async def _prepare(
     gateway: Gateway, usage: UsageCounter, body: ResponsesRequest, model: ServedModel
 ) -> PendingResponse:
-    job = await _make_job(gateway, model, body)
+    job = await make_response_job(gateway.job_context(body.model), model, body)
     reserve_logprobs([job], param="top_logprobs")
     # The answer does not repeat the input, so its memory is freed.
     body = body.model_copy(update={"model": body.model or model.name, "input": ""})
@@ -214,25 +214,26 @@ async def _prepare(
     )
 
 
-async def _make_job(gateway: Gateway, model: ServedModel, body: ResponsesRequest) -> Job:
+async def make_response_job(context: JobContext, model: ServedModel, body: ResponsesRequest) -> Job:
+    """The request's job. Raises `HttpProblem` for a request that cannot be served."""
     top = body.requested_logprobs()
     schema = None if body.text is None else body.text.requested_schema()
-    grammar = await checked_grammar(schema, "text.format", gateway.grammars.check)
+    grammar = await checked_grammar(schema, "text.format", context.check_grammar)
     prompt = await chat_prompt(
         model.tokenizer,
         body.messages(),
         max_tokens=model.context_length,
         param="input",
-        render=gateway.template_renderer(),
+        render=context.render,
     )
     return Job(
         prompt=check_prompt(model, prompt, "input"),
         max_tokens=resolve_max_tokens(
-            prompt, body.max_output_tokens, model.context_length, gateway.config, param="input"
+            prompt, body.max_output_tokens, model.context_length, context.config, param="input"
         ),
         sampling=body.sampling(model.defaults),
         top_logprobs=top,
         prefix_scope=current_caller(),
         grammar=grammar,
-        adapter=gateway.models.adapter_of(body.model),
+        adapter=context.adapter,
     )

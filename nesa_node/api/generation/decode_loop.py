@@ -24,7 +24,12 @@ from nesa_node.api.generation.job import (
     PrefillDone,
     SequenceToken,
 )
-from nesa_node.api.generation.sampler import Sampler, SharedLogitsState, tokens_with_logprobs
+from nesa_node.api.generation.sampler import (
+    Draw,
+    Sampler,
+    SharedLogitsState,
+    tokens_with_logprobs,
+)
 from nesa_node.api.generation.tokenization import (
     REPLACEMENT,
     DetokenizerRules,
@@ -95,10 +100,21 @@ class ChoiceDecoder:
 
     def choose(self, logits_V: Tensor) -> int:
         """Sample a token, to be appended, from float32 logits, which are not modified."""
-        allowed_V = None
-        if self._matcher is not None:
-            allowed_V = self._matcher.allowed_mask(len(logits_V), logits_V.device)
-        return self._sampler.choose(logits_V, allowed_V)
+        return self._sampler.choose(logits_V, self._allowed_mask(logits_V))
+
+    def draw(self, logits_V: Tensor) -> Draw:
+        """As `choose`, for an answer that goes on with a token given to `force_token`."""
+        return self._sampler.draw(logits_V, self._allowed_mask(logits_V))
+
+    def force_token(self, token: SequenceToken) -> Delta:
+        """As `append_token`, for a token that need not be the one that was drawn."""
+        self._sampler.append_token(token.token_id)
+        return self.append_token(token)
+
+    def _allowed_mask(self, logits_V: Tensor) -> Tensor | None:
+        if self._matcher is None:
+            return None
+        return self._matcher.allowed_mask(len(logits_V), logits_V.device)
 
     def append_token(self, chosen: SequenceToken) -> Delta:
         self.last_token = chosen.token_id
@@ -123,6 +139,27 @@ class ChoiceDecoder:
         if self.last_token in self._eos_ids or is_complete:
             return "stop"
         return "length" if self._token_count == self._max_tokens else None
+
+
+@contextmanager
+def open_choices(job: Job, vocabulary: Vocabulary) -> Iterator[list[ChoiceDecoder]]:
+    """Decoders of a job's choices; none if it asks for no tokens.
+
+    Raises `ValueError` for a grammar that cannot be followed, and `HttpProblem` if too many
+    grammars are in use.
+    """
+    if not job.max_tokens:
+        yield []
+        return
+    common = SharedLogitsState(job.sampling, job.prompt)
+    if job.grammar is None:
+        yield [ChoiceDecoder(job, index, vocabulary, None, common) for index in range(job.n)]
+    else:
+        with vocabulary.grammars.open_matchers(job.grammar, job.n) as followers:
+            yield [
+                ChoiceDecoder(job, index, vocabulary, follower, common)
+                for index, follower in enumerate(followers)
+            ]
 
 
 MAX_PROMPT_CHUNK_TOKENS = 512
@@ -169,7 +206,7 @@ class Generation:
         length = len(job.prompt) + max(job.max_tokens - 1, 0)
         known = None if job.prompt_logprobs else [job.prompt, *[()] * (rows - 1)]
         with (
-            self._open_choices() as choices,
+            open_choices(job, self._vocabulary) as choices,
             self._model.inference_session(
                 length,
                 rows,
@@ -199,22 +236,6 @@ class Generation:
                 f"the prompt has {len(job.prompt)} tokens and {job.max_tokens} were asked for; "
                 f"the model holds {longest} together"
             )
-
-    @contextmanager
-    def _open_choices(self) -> Iterator[list[ChoiceDecoder]]:
-        job, vocabulary = self._job, self._vocabulary
-        if not job.max_tokens:
-            yield []
-            return
-        common = SharedLogitsState(job.sampling, job.prompt)
-        if job.grammar is None:
-            yield [ChoiceDecoder(job, index, vocabulary, None, common) for index in range(job.n)]
-        else:
-            with vocabulary.grammars.open_matchers(job.grammar, job.n) as followers:
-                yield [
-                    ChoiceDecoder(job, index, vocabulary, follower, common)
-                    for index, follower in enumerate(followers)
-                ]
 
     def _read_prompt(self, session: InferenceSession) -> tuple[Tensor, PrefillDone]:
         """Prefill the first row; return the last hidden state [1, D] and the event."""

@@ -9,6 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -108,6 +109,17 @@ _TOP_K_SIZES = (512, 8192)
 """Sizes of top-k tried for top-p before the whole vocabulary, which takes milliseconds to sort."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """A sampled token, and what it was sampled from: adjusted logits and a number in [0, 1)."""
+
+    token_id: int
+    logits_V: Tensor
+    """After penalties and biases; -inf where the grammar allows no token."""
+    uniform: float | None
+    """None: greedy."""
+
+
 class Sampler:
     """Sampler of one choice: inverse transform sampling, with one random number per token.
 
@@ -135,23 +147,34 @@ class Sampler:
 
     def choose(self, logits_V: Tensor, allowed_V: Tensor | None = None) -> int:
         """Sample a token of the mask `allowed_V` from float32 logits, which are not modified."""
+        chosen = self.draw(logits_V, allowed_V).token_id
+        self.append_token(chosen)
+        return chosen
+
+    def draw(self, logits_V: Tensor, allowed_V: Tensor | None = None) -> Draw:
+        """As `choose`, but the answer goes on with the token that is appended then."""
         if self._processor is not None:
             logits_V = self._processor.apply(logits_V)
         if allowed_V is not None:
             logits_V = logits_V.masked_fill(~allowed_V, -math.inf)
         best = int(logits_V.argmax())
-        chosen = best if self._is_greedy else self._draw(logits_V, best)
-        if self._processor is not None:
-            self._processor.append_token(chosen)
-        return chosen
+        if self._is_greedy:
+            return Draw(best, logits_V, None)
+        uniform = self._random.random()
+        return Draw(self._invert(logits_V, best, uniform), logits_V, uniform)
 
-    def _draw(self, logits_V: Tensor, best: int) -> int:
+    def append_token(self, token_id: int) -> None:
+        """Add the answer's next token to what penalties count."""
+        if self._processor is not None:
+            self._processor.append_token(token_id)
+
+    def _invert(self, logits_V: Tensor, best: int, uniform: float) -> int:
         # Relative to the largest logit, so that low temperatures do not overflow.
         scores_V = (logits_V - logits_V[best]) / self._sampling.temperature
         ids_K, scores_K = self._candidates(scores_V)
         # float64: float32 would lose the tail of a large vocabulary.
         cumulated_K = scores_K.exp().cumsum(0, dtype=torch.float64)
-        drawn = self._random.random() * float(cumulated_K[-1])
+        drawn = uniform * float(cumulated_K[-1])
         at = int(torch.searchsorted(cumulated_K, drawn, right=True))
         if not math.isfinite(drawn) or at >= len(cumulated_K):
             return best

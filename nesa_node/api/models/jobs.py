@@ -8,16 +8,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive
 
 from nesa_node.api.generation.job import GenerationEvent, Job
 from nesa_node.api.generation.tokenization import encode_blocking, offload_if_large
+from nesa_node.api.schemas.chat_template import Render
+from nesa_node.api.schemas.generation_request import GrammarCheck
 from nesa_node.web.problem import invalid_request
 
 if TYPE_CHECKING:
     from nesa_node.api.models.served_model import ServedModel
+    from nesa_node.core.settings.models import GatewayConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """What the jobs of a request depend on, beside its body and its model."""
+
+    config: GatewayConfig
+    check_grammar: GrammarCheck
+    render: Render | None = None
+    """Renderer of an untrusted chat template; None: the template is trusted."""
+    adapter: str | None = None
+    """Published adapter that the request names."""
 
 
 class ClientDisconnected(Exception):

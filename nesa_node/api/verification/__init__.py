@@ -1,0 +1,1 @@
+"""Answers of gateways, computed again from their requests and compared token by token."""
