@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bound_contextvars
 
 from nesa_node import __version__
-from nesa_node.api.generation.job import GenerationEvent, Job, PrefillDone
+from nesa_node.api.generation.job import GenerationEvent, Job, PrefillDone, SessionEnd
 from nesa_node.api.models.jobs import JobContext, RunJobs, run_jobs
 from nesa_node.api.models.metrics import GatewayMetrics
 from nesa_node.api.models.registry import ModelRegistry
@@ -57,6 +57,9 @@ log = get_logger(__name__)
 
 USAGE_STATE_KEY = "asked"
 """Key of a request's `UsageCounter` in its state."""
+VERIFICATION_HEADER = "x-nesa-verification"
+AUDIT_SCHEME = "relative-l2"
+"""How audits compare hidden states: by the norm of each token's difference."""
 CLIENT_CLOSED_STATUS = 499
 """Status counted for a client that disconnected before the response began; nginx's code."""
 
@@ -156,11 +159,13 @@ class UsageCounter:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.new_tokens = 0
+        self.hops = 0
+        self.drawn = 0
 
     def start(self, model: str, prompt_tokens: int) -> UsageCounter:
         """Count the tokens of a request to `model`, from zero, also for the log."""
         self.model, self.prompt_tokens = model, prompt_tokens
-        self.cached_tokens = self.new_tokens = 0
+        self.cached_tokens = self.new_tokens = self.hops = self.drawn = 0
         self._state[USAGE_STATE_KEY] = self
         return self
 
@@ -182,6 +187,9 @@ class UsageCounter:
         self._charge_prompt()
         if isinstance(event, PrefillDone):
             self.cached_tokens += event.cached_tokens
+        elif isinstance(event, SessionEnd):
+            self.hops += event.hops
+            self.drawn += event.drawn
         elif event.tokens:
             self.new_tokens += len(event.tokens)
             self.charge(len(event.tokens))
@@ -198,7 +206,12 @@ class UsageCounter:
             "completion_tokens": self.new_tokens,
             "total_tokens": self.prompt_tokens + self.new_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "nesa_audits": self.audits(),
         }
+
+    def audits(self) -> dict[str, int]:
+        """Nodes of the request's sessions, and those that were drawn for audits."""
+        return {"hops": self.hops, "drawn": self.drawn}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +223,19 @@ class PendingResponse:
 
     build_json: Callable[[], Awaitable[Mapping[str, Any]]]
     stream_events: Callable[[], AsyncGenerator[bytes, None]]
+    usage: UsageCounter
     error_event: Callable[[HttpProblem], bytes] = error_events
+
+
+def verification_header(rate: float, usage: UsageCounter | None = None) -> dict[str, str]:
+    """Header that says how nodes are audited: `audit=1%; scheme=relative-l2`.
+
+    With the `usage` of an answer that is complete also of how many of its nodes: `; drawn=1/3`.
+    """
+    value = f"audit={100 * rate:g}%; scheme={AUDIT_SCHEME}"
+    if usage is not None:
+        value += f"; drawn={usage.drawn}/{usage.hops}"
+    return {VERIFICATION_HEADER: value}
 
 
 Prepare = Callable[["ServedModel"], Awaitable[PendingResponse]]
@@ -250,10 +275,17 @@ class Gateway:
         def failed(problem: HttpProblem) -> bytes:
             return (ready[0].error_event if ready else error_events)(problem)
 
+        rate = self.config.audit
         if not stream:
-            return ComputedJsonResponse(whole, self.shutdown)
+            return ComputedJsonResponse(
+                whole, self.shutdown, headers=lambda: verification_header(rate, ready[0].usage)
+            )
         return SseResponse(
-            events, self.shutdown, keepalive_s=self.config.keepalive_s, error_event=failed
+            events,
+            self.shutdown,
+            keepalive_s=self.config.keepalive_s,
+            error_event=failed,
+            headers=verification_header(rate),
         )
 
     async def get_model(self, name: str | None) -> ServedModel:

@@ -40,6 +40,14 @@ _REQUEST_ID_HEADER = {
     "x-request-id": {"description": "Its id, or a generated one.", "schema": {"type": "string"}},
 }
 
+_VERIFICATION_HEADER = {
+    "x-nesa-verification": {
+        "description": "How audits are drawn and, unless the answer is a stream, of how many of "
+        "its nodes: audit=1%; scheme=relative-l2; drawn=0/3.",
+        "schema": {"type": "string"},
+    },
+}
+
 
 class ResponseModel(BaseModel):
     model_config = ConfigDict(extra="allow")
@@ -56,10 +64,18 @@ class ErrorResponse(ResponseModel):
     error: ErrorDetail
 
 
+class AnswerAudits(ResponseModel):
+    """Nodes that computed the answer, and those that were drawn for audits."""
+
+    hops: int
+    drawn: int
+
+
 class Usage(ResponseModel):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int | None = None
+    nesa_audits: AnswerAudits | None = None
 
 
 class FunctionCall(ResponseModel):
@@ -236,7 +252,7 @@ def describe(
     ok: dict[str, Any] = {
         "model": answer,
         "description": "The answer.",
-        "headers": _REQUEST_ID_HEADER,
+        "headers": _REQUEST_ID_HEADER | (_VERIFICATION_HEADER if events is not None else {}),
     }
     if events is not None:
         words = f"Server-sent events with a {events.__name__} each; the last one is {last_event}."

@@ -7,7 +7,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nesa_node.api.generation.job import Delta, FinishReason, Job, PrefillDone, SequenceToken
+from nesa_node.api.generation.job import (
+    Delta,
+    FinishReason,
+    Job,
+    PrefillDone,
+    SequenceToken,
+    SessionEnd,
+)
 from nesa_node.api.models.served_model import ServedModel
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.ids import ModelId
@@ -40,6 +47,8 @@ async def outcome(served: ServedModel, job: Job) -> Outcome:
         read = await anext(events)
         assert isinstance(read, PrefillDone)
         async for event in events:
+            if isinstance(event, SessionEnd):
+                continue
             assert isinstance(event, Delta)
             answer = answers[event.index]
             assert answer.finish_reason is None

@@ -120,9 +120,9 @@ class ChatCompletionBuilder:
                 if isinstance(event, PrefillDone):
                     for index in range(self._n):
                         yield self._chunk_event(index, {"role": "assistant", "content": ""})
-                    continue
-                for data in self._delta_chunks(event):
-                    yield data
+                if isinstance(event, Delta):
+                    for data in self._delta_chunks(event):
+                        yield data
         if with_usage:
             yield sse_event({**self._header, "choices": [], "usage": self._usage.to_json()})
         yield DONE_EVENT
@@ -209,6 +209,7 @@ async def _prepare(
     return PendingResponse(
         lambda: new_answer().build_json(run),
         lambda: new_answer().stream_chunks(run, with_usage=body.wants_usage),
+        usage,
     )
 
 

@@ -19,7 +19,7 @@ from nesa_node.api.gateway import (
     UsageOf,
     system_fingerprint,
 )
-from nesa_node.api.generation.job import Delta, Job, PrefillDone
+from nesa_node.api.generation.job import Delta, Job, PrefillDone, SessionEnd
 from nesa_node.api.generation.tokenization import decode_all, offload_if_large
 from nesa_node.api.models.jobs import JobContext, JobEvent, RunJobs, tokenize_prompts
 from nesa_node.api.openapi import Completion, describe
@@ -125,6 +125,8 @@ class CompletionBuilder:
             chances = self._choices[index].encoder
             logprobs = chances.encode(event.tokens) if chances and event.tokens else None
             return [(index, event.text, logprobs, event.finish_reason)]
+        if isinstance(event, SessionEnd):
+            return []
         # A prompt may have many log probabilities, which come in one event.
         size = self._n * sum(1 + len(token.top) for token in event.tokens)
         return await offload_if_large(size, lambda: self._echo_updates(job, event))
@@ -190,6 +192,7 @@ async def _prepare(
     return PendingResponse(
         lambda: new_answer().build_json(run),
         lambda: new_answer().stream_chunks(run, with_usage=body.wants_usage),
+        usage,
     )
 
 

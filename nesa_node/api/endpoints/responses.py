@@ -12,7 +12,7 @@ from msgspec import Raw
 from starlette.responses import Response
 
 from nesa_node.api.gateway import Gateway, GatewayOf, PendingResponse, UsageCounter, UsageOf
-from nesa_node.api.generation.job import Delta, Job, PrefillDone
+from nesa_node.api.generation.job import Delta, GenerationEvent, Job, PrefillDone
 from nesa_node.api.models.jobs import JobContext, RunJobs, check_prompt
 from nesa_node.api.openapi import ResponseEvent, ResponseObject, describe
 from nesa_node.api.responses.http_responses import named_sse_event, new_id
@@ -59,7 +59,7 @@ class ResponseBuilder:
                 if isinstance(event, PrefillDone):
                     for data in self._opening_events(at):
                         yield data
-                elif event.text or logprobs:
+                elif isinstance(event, Delta) and (event.text or logprobs):
                     yield self._event(
                         "response.output_text.delta", **at, delta=event.text, logprobs=logprobs
                     )
@@ -72,10 +72,10 @@ class ResponseBuilder:
         self._error = {"code": problem.code or "server_error", "message": problem.message}
         return self._event("response.failed", response=self._response_object())
 
-    def _append(self, event: PrefillDone | Delta) -> list[Raw]:
+    def _append(self, event: GenerationEvent) -> list[Raw]:
         """Add an event to the response; return its log probabilities."""
         self._usage.count(event)
-        if isinstance(event, PrefillDone):
+        if not isinstance(event, Delta):
             return []
         self._text.append(event.text)
         logprobs = encode_chat_logprobs(event.tokens) if self._with_logprobs else []
@@ -170,6 +170,7 @@ class ResponseBuilder:
             "output_tokens": usage.new_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt_tokens + usage.new_tokens,
+            "nesa_audits": usage.audits(),
         }
 
 
@@ -210,6 +211,7 @@ async def _prepare(
     return PendingResponse(
         lambda: new_answer().build_json(run),
         lambda: streamed.stream_events(run),
+        usage,
         streamed.failed_event,
     )
 

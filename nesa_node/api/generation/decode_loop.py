@@ -23,6 +23,7 @@ from nesa_node.api.generation.job import (
     Job,
     PrefillDone,
     SequenceToken,
+    SessionEnd,
 )
 from nesa_node.api.generation.sampler import (
     Draw,
@@ -222,10 +223,12 @@ class Generation:
             self._emit([read])
             if not choices:
                 self._emit([Delta(index=i, finish_reason="length") for i in range(job.n)])
-                return
-            if rows > 1:
-                session.reorder([0] * rows)
-            self._decode(session, choices, hidden_1D)
+            else:
+                if rows > 1:
+                    session.reorder([0] * rows)
+                self._decode(session, choices, hidden_1D)
+        audits = session.drawn_audits
+        self._emit([SessionEnd(hops=audits.hops, drawn=audits.drawn)])
 
     def _check_length(self) -> None:
         job, longest = self._job, self._model.context_length

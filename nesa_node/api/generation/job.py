@@ -99,4 +99,12 @@ class PrefillDone:
     """The prompt's tokens with `prompt_logprobs`, else empty; the first log probability is 0.0."""
 
 
-GenerationEvent = PrefillDone | Delta
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionEnd:
+    """Last event: the session is closed. It had `hops`, of which `drawn` were drawn for audits."""
+
+    hops: int
+    drawn: int
+
+
+GenerationEvent = PrefillDone | Delta | SessionEnd

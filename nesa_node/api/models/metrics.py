@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import get_args
 
-from nesa_node.api.generation.job import FinishReason, GenerationEvent, PrefillDone
+from nesa_node.api.generation.job import Delta, FinishReason, GenerationEvent
 from nesa_node.core import metrics
 from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import MetricSample
@@ -129,7 +129,7 @@ class RequestMetrics:
             model.waiting -= 1
             model.running += 1
             model.prompt_tokens += self._prompt_tokens
-        if isinstance(event, PrefillDone):
+        if not isinstance(event, Delta):
             return
         if event.tokens:
             self._record_tokens(event.index, len(event.tokens))

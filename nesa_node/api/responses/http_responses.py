@@ -8,7 +8,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -231,14 +239,22 @@ async def _yield_to_loop(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class ComputedJsonResponse(Response):
-    """Response with the JSON that `work` returns (`chunked_json_response`), or with its error."""
+    """Response with the JSON that `work` returns (`chunked_json_response`), or with its error.
+
+    `headers` returns headers of that JSON, once it is there.
+    """
 
     def __init__(
-        self, work: Callable[[], Awaitable[Mapping[str, Any]]], shutdown: GracefulShutdown
+        self,
+        work: Callable[[], Awaitable[Mapping[str, Any]]],
+        shutdown: GracefulShutdown,
+        *,
+        headers: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         super().__init__()
         self._work = work
         self._shutdown = shutdown
+        self._more_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -246,6 +262,7 @@ class ComputedJsonResponse(Response):
             with self._shutdown.track_response(), WaitTracker().activate():
                 async with cancel_when(watch_disconnect(receive), self._shutdown.wait_for_end()):
                     response = chunked_json_response(await self._work())
+                    response.headers.update(self._more_headers())
         except ClientDisconnected:
             return
         except BaseException as error:  # any failure becomes an error response
@@ -271,15 +288,18 @@ class SseResponse(Response):
         *,
         keepalive_s: float,
         error_event: Callable[[HttpProblem], bytes],
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
+        self._sse_headers = [*_SSE_HEADERS]
+        self._sse_headers += [(k.encode(), v.encode()) for k, v in (headers or {}).items()]
         self._make = make
         self._shutdown = shutdown
         self._keepalive_s = keepalive_s
         self._error_event = error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wire, waits = _SseWriter(send), WaitTracker()
+        wire, waits = _SseWriter(send, self._sse_headers), WaitTracker()
         try:
             async with cancel_when(
                 watch_disconnect(receive), wire.keep_alive(self._keepalive_s, waits)
@@ -313,8 +333,9 @@ class SseResponse(Response):
 class _SseWriter:
     """Body of a streamed response, written by the event stream and by the keep-alive task."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self._send = send
+        self._headers = headers
         self._started = False
         self._ended = False
         self._last_write_s = time.monotonic()
@@ -329,7 +350,7 @@ class _SseWriter:
                 if not self._started:
                     self._started = True
                     await self._send(
-                        {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS]}
+                        {"type": "http.response.start", "status": 200, "headers": [*self._headers]}
                     )
                 await self._send({"type": "http.response.body", "body": data, "more_body": True})
         except TimeoutError:

@@ -19,6 +19,7 @@ from nesa_node.client.model.loop_thread import HeldContext, Interrupt, LoopChann
 from nesa_node.client.session.base import (
     UNKNOWN_TOKEN,
     BlockSession,
+    DrawnAudits,
     Failover,
     RowSlice,
     SessionPrefix,
@@ -120,6 +121,11 @@ class InferenceSession:
     def failovers(self) -> tuple[Failover, ...]:
         """The last replacements of nodes; readable from any thread."""
         return self._blocks.failovers
+
+    @property
+    def drawn_audits(self) -> DrawnAudits:
+        """What is audited of the closed session; before it is closed, nothing is told."""
+        return self._blocks.drawn_audits
 
     @torch.no_grad()
     def step(

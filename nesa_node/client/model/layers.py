@@ -19,6 +19,7 @@ import torch
 
 from nesa_node.client.session.base import (
     BlockSession,
+    DrawnAudits,
     Failover,
     RowSlice,
     SessionPrefix,
@@ -58,6 +59,10 @@ class LayeredSession:
     @property
     def failovers(self) -> tuple[Failover, ...]:
         return tuple(loss for layer in self._layers for loss in layer.failovers)
+
+    @property
+    def drawn_audits(self) -> DrawnAudits:
+        return sum((layer.drawn_audits for layer in self._layers), DrawnAudits())
 
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
@@ -276,6 +281,7 @@ class LocalSession:
 
     codecs = ()
     failovers = ()
+    drawn_audits = DrawnAudits()
 
     def __init__(
         self,

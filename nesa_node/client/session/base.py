@@ -158,6 +158,17 @@ class Failover:
     took_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnAudits:
+    """Nodes of a session when it was closed, and those whose work was drawn to be audited."""
+
+    hops: int = 0
+    drawn: int = 0
+
+    def __add__(self, other: DrawnAudits) -> DrawnAudits:
+        return DrawnAudits(self.hops + other.hops, self.drawn + other.drawn)
+
+
 __all__ = ["BlockSession", "Connect", "RowSlice", "SwarmConnection", "Want"]
 
 
@@ -194,6 +205,11 @@ class BlockSession(Protocol):
     def failovers(self) -> tuple[Failover, ...]:
         """The last replacements of nodes."""
         return ()
+
+    @property
+    def drawn_audits(self) -> DrawnAudits:
+        """What is audited of a closed session; of an open one it is not told."""
+        return DrawnAudits()
 
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"

@@ -23,7 +23,12 @@ from nesa_node.client.recovery.retry import (
 from nesa_node.client.recovery.suspicion import SlowdownDetector
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import RouteRequest
-from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, Failover, SessionPrefix
+from nesa_node.client.session.base import (
+    MAX_SESSION_FAILOVERS,
+    DrawnAudits,
+    Failover,
+    SessionPrefix,
+)
 from nesa_node.client.session.hop import HopLink, LinkState
 from nesa_node.client.session.route import SessionRoute
 from nesa_node.client.session.step_pipeline import StepChunk, StepPipeline, split_step
@@ -85,6 +90,7 @@ class RemoteSession:
         self.max_tokens = request.max_tokens
         self.recoveries = 0
         self._failovers: deque[Failover] = deque(maxlen=MAX_SESSION_FAILOVERS)
+        self._drawn_audits = DrawnAudits()
         self._request = request
         self._prefix = prefix
         self._changed = asyncio.Event()
@@ -147,6 +153,10 @@ class RemoteSession:
     @property
     def failovers(self) -> tuple[Failover, ...]:
         return tuple(self._failovers)
+
+    @property
+    def drawn_audits(self) -> DrawnAudits:
+        return self._drawn_audits
 
     async def open(self) -> None:
         """Reserve cache on every hop, all or none; wait while nodes are busy or missing.
@@ -276,6 +286,8 @@ class RemoteSession:
         with self._log_context():
             try:
                 if self._auditor is not None:
+                    drawn = sum(link.is_audited for link in self._route.links)
+                    self._drawn_audits = DrawnAudits(hops, drawn)
                     self._audits += await self._auditor.audit(self._audit, self._lengths)
             finally:
                 await self._route.close(
