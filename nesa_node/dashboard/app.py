@@ -97,9 +97,9 @@ _JSON_TYPE = "application/json"
 class Dashboard:
     """Dashboard of one swarm: serve its `routes`, within the context of `watch_swarm`.
 
-    `activity` is that of this process's sessions, `curves` are of trainings on this machine. With
-    `playground` the page has a prompt form, which posts to `/v1/chat/completions` of the same
-    origin.
+    `activity` is that of this process's sessions, `curves` are of trainings on this machine,
+    `audits_path` is where this user's clients keep what audits said. With `playground` the page has
+    a prompt form, which posts to `/v1/chat/completions` of the same origin.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class Dashboard:
         *,
         activity: Activity | None = None,
         curves: TrainingCurves | None = None,
+        audits_path: Path | None = None,
         playground: bool = False,
         poll_interval_s: float = POLL_INTERVAL_S,
         max_viewers: int = MAX_VIEWERS,
@@ -116,6 +117,7 @@ class Dashboard:
         self.feed = StateFeed(self.state.sections, max_viewers=max_viewers)
         self._activity = activity
         self._curves = curves
+        self._audits_path = audits_path
         self._poll_interval_s = poll_interval_s
         self._assets = load_static_files()
 
@@ -132,6 +134,7 @@ class Dashboard:
             self.topologies,
             activity=self._activity,
             curves=self._curves,
+            audits_path=self._audits_path,
             poll_interval_s=self._poll_interval_s,
         )
         looking = asyncio.create_task(observer.run(), name="dashboard")

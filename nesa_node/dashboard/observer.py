@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from nesa_node.client.model.activity import Activity
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.errors import NesaError
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
@@ -139,7 +141,10 @@ _MAX_BUSY_FRACTION = 0.1
 
 
 class SwarmObserver:
-    """Observes a swarm while `run` runs; `activity` is that of this process's sessions."""
+    """Observes a swarm while `run` runs; `activity` is that of this process's sessions.
+
+    `audits_path` is the file in which this user's clients keep what audits said (`AuditHistory`).
+    """
 
     def __init__(
         self,
@@ -150,6 +155,7 @@ class SwarmObserver:
         *,
         activity: Activity | None = None,
         curves: TrainingCurves | None = None,
+        audits_path: Path | None = None,
         poll_interval_s: float = POLL_INTERVAL_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -159,6 +165,8 @@ class SwarmObserver:
         self._topologies = shapes
         self._activity = activity
         self._curves = curves
+        self._audits_path = audits_path
+        self._audits_changed_at: float | None = None
         self._poll_interval_s = poll_interval_s
         self._clock = clock
         self._state_lock = asyncio.Lock()
@@ -182,6 +190,7 @@ class SwarmObserver:
         directory = self._swarm.directory
         records = [*await directory.fetch_all(), *directory.withdrawn_records()]
         async with self._state_lock:
+            await asyncio.to_thread(self._read_audits)
             await asyncio.to_thread(self._state.update_records, records, self._clock())
         self._publish()
         for model in self._state.models[:MAX_CHARTED_MODELS]:
@@ -190,6 +199,16 @@ class SwarmObserver:
             view = await asyncio.to_thread(summarize_links, model.model_id, mine, model.num_blocks)
             async with self._state_lock:
                 await asyncio.to_thread(self._state.update_links, model.model_id, view)
+
+    def _read_audits(self) -> None:
+        """Read what clients of this user wrote of nodes since the last time."""
+        try:
+            changed_at = None if self._audits_path is None else self._audits_path.stat().st_mtime
+        except OSError:  # no audit was made
+            return
+        if changed_at != self._audits_changed_at:
+            self._audits_changed_at = changed_at
+            self._state.update_audits(AuditHistory(self._audits_path))
 
     def _publish(self) -> None:
         """Wake viewers if the state has a new version."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from nesa_node import __version__
 from nesa_node.client.model.activity import Activity, SessionActivity, SessionFailover
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.dashboard.feed import VersionedSections
@@ -185,6 +186,7 @@ class DashboardState:
         self._hole_tracker = HoleTracker()
         self._log = EventLog()
         self._published_events = 0
+        self._audits = AuditHistory(None)
         self._links: dict[ModelId, LinksSummary] = {}
         self._numbers: dict[ModelId, int] = {}
         self._next_number = itertools.count()
@@ -211,6 +213,10 @@ class DashboardState:
         """Update the state from all valid records, including withdrawals."""
         self._log.add(self._tracker.update_records(records, now))
         self._refresh_sections(now)
+
+    def update_audits(self, audits: AuditHistory) -> None:
+        """Show what audits said of each node; with the next records."""
+        self._audits = audits
 
     def advance_time(self, now: float, activity: Activity | None) -> bool:
         """Advance the time and read the sessions; returns whether there is news for viewers."""
@@ -292,7 +298,7 @@ class DashboardState:
         self._log.add(self._hole_tracker.update_models(self.models, now))
         shown = choose_shown_nodes(nodes)
         self.sections.replace_entries(
-            "nodes", {peer: node_entry(each) for peer, each in shown.items()}
+            "nodes", {peer: node_entry(each, self._audits) for peer, each in shown.items()}
         )
         self.sections.replace_entries(
             "models",

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nesa_node.client.model.activity import SessionActivity
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.wait_tracking import WaitStatus
 from nesa_node.dashboard.node_tracker import DashboardEvent, EventKind, TrackedNode
@@ -178,9 +179,10 @@ def choose_shown_nodes(nodes: Mapping[PeerId, TrackedNode]) -> dict[PeerId, Trac
     return {peer: nodes[peer] for peer in (*there[: MAX_SHOWN_NODES - len(lost)], *lost)}
 
 
-def node_entry(sighting: TrackedNode) -> dict[str, Any]:
+def node_entry(sighting: TrackedNode, audits: AuditHistory) -> dict[str, Any]:
     """View of a node. Times are seconds since the epoch; after `expires_at` it counts as lost."""
     record = sighting.record
+    peer = PeerId(record.peer_id)
     gpu = record.gpu_memory_total_bytes
     state: str = record.state if sighting.failing_since is None else "failing"
     if sighting.lost_at is not None:
@@ -210,6 +212,8 @@ def node_entry(sighting: TrackedNode) -> dict[str, Any]:
         "lost_at": sighting.lost_at,
         "failing_since": None if sighting.failing_since is None else round(sighting.failing_since),
         "movable": record.movable,
+        "passed_audits": audits.passed.get(peer, 0),
+        "barred_for": audits.barred.get(peer),
     }
 
 

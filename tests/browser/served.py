@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from nesa_node.client.model.activity import Activity
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.settings.addresses import HttpAddress
 from nesa_node.dashboard.app import Dashboard, make_app
 from nesa_node.swarm.dht.records import NodeRecord
@@ -33,6 +34,10 @@ class Served:
         """As if these trainings ran on this machine."""
         self._run(lambda: self.dashboard.state.update_trainings(trainings))
         self._run(self.dashboard.feed.publish)
+
+    def audit(self, audits: AuditHistory) -> None:
+        """As if this user's clients had made these audits; shown with the next look."""
+        self._run(lambda: self.dashboard.state.update_audits(audits))
 
     def tick(self, now: float, activity: Activity | None = None) -> None:
         self._run(lambda: self.dashboard.state.advance_time(now, activity))

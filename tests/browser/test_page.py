@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import expect
 
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chains import Hop
 from tests.browser.browsing import PHONE, WIDE, browsing, shoot
@@ -41,6 +42,32 @@ def test_page_shows_nodes_as_they_come_and_go_and_their_names_as_text() -> None:
         expect(page.locator(".card.lost")).to_have_count(2)
         expect(page.locator("#blocks-words")).to_have_text("No node holds blocks 8:12")
         expect(page.locator("#events li").first).to_contain_text("have no holder")
+
+
+def test_audits_of_each_node() -> None:
+    now = time.time()
+    nodes = [record(f"peer-{at}", (at, at + 4), at=now, public_name=f"n{at}") for at in (0, 4, 8)]
+    audits = AuditHistory(None)
+    for _ in range(3):
+        audits.record_passed(PeerId("peer-0"))
+    audits.bar(PeerId("peer-4"), f"wrong activations of blocks 4:8: {HOSTILE}")
+    with served() as server, browsing(server.url) as page:
+        server.look(nodes, now)
+        expect(page.locator(".card.serving")).to_have_count(3)
+        expect(page.locator(".card.barred")).to_have_count(0)
+        server.audit(audits)
+        server.look(nodes, now + 1)
+        barred = page.locator(".card.barred")
+        expect(barred).to_have_count(1)
+        expect(barred.locator(".foot")).to_have_text("barred by an audit")
+        cells = page.locator("#nodes td[data-label=Audits]")
+        expect(cells).to_have_text(["3 passed", "barred", "\u2013"])
+        barred.locator("button").click()
+        expect(page.locator("#details-list")).to_contain_text(
+            f"this machine's clients do not use it: wrong activations of blocks 4:8: {HOSTILE}"
+        )
+        assert page.locator("img").count() == 0
+        shoot(page, "audits")
 
 
 def test_loss_curves_of_trainings() -> None:

@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.errors import SwarmError
+from nesa_node.core.ids import PeerId
 from nesa_node.dashboard import observer as module
 from nesa_node.dashboard.feed import StateFeed
 from nesa_node.dashboard.observer import ModelTopologies, SwarmObserver
@@ -65,14 +68,20 @@ class Swarm:
 
 
 class Seen:
-    def __init__(self) -> None:
+    def __init__(self, audits_path: Path | None = None) -> None:
         self.swarm = Swarm()
         self.board = DashboardState(playground=False, poll_interval_s=0.05)
         self.feed = StateFeed(self.board.sections)
         self.shapes = ModelTopologies()
         swarm: Any = self.swarm
         self.observer = SwarmObserver(
-            swarm, self.board, self.feed, self.shapes, poll_interval_s=0.05, clock=lambda: NOW
+            swarm,
+            self.board,
+            self.feed,
+            self.shapes,
+            audits_path=audits_path,
+            poll_interval_s=0.05,
+            clock=lambda: NOW,
         )
 
     async def until(self, section: str, *keys: str) -> None:
@@ -99,6 +108,24 @@ async def running(seen: Seen) -> AsyncIterator[None]:
 @pytest.fixture
 def seen() -> Seen:
     return Seen()
+
+
+async def test_audits_that_clients_write_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "audits.db"
+    seen = Seen(path)
+    seen.swarm.directory.records = [record("a"), record("b", (4, 12))]
+    await seen.observer.poll_records()
+    assert {each["passed_audits"] for each in seen.section("nodes").values()} == {0}
+    history = AuditHistory(path)
+    history.record_passed(PeerId("a"))
+    history.bar(PeerId("b"), "wrong activations")
+    await seen.observer.poll_records()
+    found = seen.section("nodes")
+    assert (found["a"]["passed_audits"], found["a"]["barred_for"]) == (1, None)
+    assert (found["b"]["passed_audits"], found["b"]["barred_for"]) == (0, "wrong activations")
+    path.write_bytes(b"no database")
+    await seen.observer.poll_records()
+    assert seen.section("nodes")["a"]["passed_audits"] == 0
 
 
 async def test_nodes_come_and_go_as_their_records_do(seen: Seen) -> None:

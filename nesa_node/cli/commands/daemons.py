@@ -197,6 +197,7 @@ def dashboard(*, flags: Flags["DashboardConfig"] | None = None) -> int:
     with exit_on_interrupt():
         from nesa_node.cli.swarm_reader import open_reader
         from nesa_node.core.settings.addresses import HttpAddress
+        from nesa_node.core.settings.declaration import default_audits_path
         from nesa_node.dashboard.app import Dashboard, make_app
         from nesa_node.dashboard.training_curves import TrainingCurves
         from nesa_node.server.node.shutdown import Shutdown, stop_signals
@@ -206,7 +207,10 @@ def dashboard(*, flags: Flags["DashboardConfig"] | None = None) -> int:
     async def serve() -> None:
         curves = TrainingCurves(config.trainings) if config.trainings else None
         page = Dashboard(
-            curves=curves, poll_interval_s=config.look_every_s, max_viewers=config.max_viewers
+            curves=curves,
+            audits_path=default_audits_path(),
+            poll_interval_s=config.look_every_s,
+            max_viewers=config.max_viewers,
         )
         connections = config.max_viewers + _MAX_OTHER_CONNECTIONS
         address = HttpAddress.parse(config.listen)

@@ -29,6 +29,7 @@ from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry, MetricSample
 from nesa_node.core.settings.addresses import HttpAddress
+from nesa_node.core.settings.declaration import default_audits_path
 from nesa_node.core.settings.models import GatewayConfig
 from nesa_node.dashboard.app import Dashboard
 from nesa_node.engine.kernels.threads import fix_threads
@@ -77,7 +78,12 @@ async def serve_gateway(
         ending = Shutdown(stopping, swarm.transport)
         activity, metrics, closing = ActivityTracker(), GatewayMetrics(), GracefulShutdown()
         sources = registry or MetricRegistry(__version__)
-        page = Dashboard(activity=activity, playground=True, max_viewers=MAX_DASHBOARD_VIEWERS)
+        page = Dashboard(
+            activity=activity,
+            audits_path=default_audits_path(),
+            playground=True,
+            max_viewers=MAX_DASHBOARD_VIEWERS,
+        )
 
         load = partial(
             open_served_model,

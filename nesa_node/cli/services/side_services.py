@@ -57,11 +57,12 @@ async def serve_page_of(
         yield None
         return
     # Imported here since it takes half a second.
+    from nesa_node.core.settings.declaration import default_audits_path
     from nesa_node.dashboard.app import Dashboard, make_app
     from nesa_node.swarm.p2p.tasks import TaskSet
     from nesa_node.web.server import serve_app
 
-    page, watching = Dashboard(), TaskSet()
+    page, watching = Dashboard(audits_path=default_audits_path()), TaskSet()
 
     async def watch(swarm: Swarm) -> None:
         """Keep the page up to date from the orchestrator's own DHT node."""

@@ -201,6 +201,7 @@ function showDetails(nodes, links, now) {
     ["Sessions", String(node.sessions)],
     ["Alone it does", `${number(node.decode_tokens_per_s)} tokens/s, ${number(node.prefill_tokens_per_s)} in a prompt`],
     ["Cache", `${node.free_cache_tokens.toLocaleString("en")} of ${node.total_cache_tokens.toLocaleString("en")} tokens free`],
+    ["Audits", node.barred_for ? `this machine's clients do not use it: ${node.barred_for}` : node.passed_audits ? `${node.passed_audits} passed by this machine's clients` : "none by this machine's clients"],
     ["Up", duration((lost ? node.issued_at : now) - node.started_at)],
   ];
   const list = $("details-list");

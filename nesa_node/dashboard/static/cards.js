@@ -30,7 +30,7 @@ function make(key, choose) {
 function update(card, peer, view, lit, now) {
   const node = view.nodes.get(peer);
   const chosen = peer === view.chosen;
-  card.className = `card ${node.state}${chosen ? " chosen" : ""}${lit ? " lit" : ""}`;
+  card.className = `card ${node.state}${node.barred_for ? " barred" : ""}${chosen ? " chosen" : ""}${lit ? " lit" : ""}`;
   const [title, sub, load, foot] = card.firstChild.children;
   const name = node.name || shortPeer(peer);
   if (title.textContent !== name) title.replaceChildren(named(name));
@@ -49,7 +49,7 @@ function footnote(node, now) {
   if (node.state === "failing") return `no answer for ${duration(now - node.failing_since)}`;
   if (node.state === "joining") return "loading";
   if (node.state === "draining") return node.next_span ? `moves to ${span(node.next_span)}` : "leaving";
-  return null;
+  return node.barred_for ? "barred by an audit" : null;
 }
 
 function asked(peer, view, steady) {

@@ -42,7 +42,7 @@ function nodeRow(peer, choose) {
   const load = cell("Load", "n");
   return el(
     "tr", head, stateCell(), blocks, cell("Device"), cell("Precision"), load,
-    cell("Sessions", "n"), cell("Tokens/s", "n"), cell("Cache free", "n"), cell("Up", "n"), cell("Record", "n"),
+    cell("Sessions", "n"), cell("Tokens/s", "n"), cell("Cache free", "n"), cell("Audits", "n"), cell("Up", "n"), cell("Record", "n"),
   );
 }
 
@@ -53,7 +53,7 @@ function stateCell() {
 }
 
 function updateNode(row, peer, node, model, now) {
-  const [head, state, blocks, device, weights, load, sessions, tokens, cache, up, record] = row.children;
+  const [head, state, blocks, device, weights, load, sessions, tokens, cache, audits, up, record] = row.children;
   const lost = node.state === "lost";
   row.className = node.state;
   row.dataset.state = node.state;
@@ -71,6 +71,8 @@ function updateNode(row, peer, node, model, now) {
   setText(sessions, String(node.sessions));
   setText(tokens, lost ? "–" : number(node.tokens_per_s));
   setText(cache, node.total_cache_tokens ? percent(node.free_cache_tokens / node.total_cache_tokens) : "–");
+  setText(audits, node.barred_for ? "barred" : node.passed_audits ? `${node.passed_audits} passed` : "–");
+  audits.classList.toggle("bad", Boolean(node.barred_for));
   setText(up, duration((lost ? node.issued_at : now) - node.started_at));
   setText(record, lost ? `expired ${duration(now - node.expires_at)} ago` : `expires in ${duration(node.expires_at - now)}`);
 }
