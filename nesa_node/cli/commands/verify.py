@@ -1,4 +1,7 @@
-"""`nesa-node verify`: an answer of a gateway, computed again and compared token by token."""
+"""`nesa-node verify`: what was answered or kept, computed again.
+
+An answer of a gateway is compared token by token, a kept session's hidden states node by node.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -34,7 +37,7 @@ def verify(
         Path,
         Parameter(
             help='A file: {"request": {...}, "response": {...}}, or the response alone, as JSON or '
-            "as an event stream."
+            "as an event stream. Or a session of --keep-session: .safetensors."
         ),
     ],
     model: Annotated[
@@ -61,13 +64,18 @@ def verify(
 ) -> int:
     """Compute an answer of a gateway again, and compare each token with what the model gives.
 
-    With this machine's own weights, or by a swarm with --initial-peers. The exit code is 1 where
-    the answer is not what the model gives.
+    With this machine's own weights, or by a swarm with --initial-peers. Of a kept session the work
+    of its audited nodes is audited again. The exit code is 1 where something else was given.
     """
     from nesa_node.core.settings.declaration import user_path
     from nesa_node.core.settings.models import ClientConfig
 
     config = load_command_config(ClientConfig, flags, model=model)
+    with exit_on_interrupt():
+        from nesa_node.client.verification.kept_session import is_kept_session
+    if is_kept_session(answer):
+        with exit_on_interrupt():
+            return asyncio.run(_audit_session(config, user_path(answer), as_json=as_json))
     with exit_on_interrupt():
         from nesa_node.api.verification.saved_answer import read_answer
 
@@ -119,6 +127,48 @@ async def _check(
         report = await asyncio.to_thread(AnswerCheck(served, model).check, saved, jobs)
     quantized = "" if weights == "none" else f" with {weights} weights"
     return report, allowed_errors(dtype, weights), dtype + quantized
+
+
+async def _audit_session(config: ClientConfig, path: Path, *, as_json: bool) -> int:
+    """Audit a kept session's nodes again; 1 where one of them gave something else."""
+    import random
+
+    from nesa_node.cli.views.decisions import print_decision
+    from nesa_node.client.model.auto import open_named_checkpoint
+    from nesa_node.client.verification.audit_history import AuditHistory
+    from nesa_node.client.verification.auditor import Auditor
+    from nesa_node.client.verification.kept_session import read_session
+    from nesa_node.client.verification.session_audit import find_mismatch
+    from nesa_node.core.decision_log import LoggedDecision
+    from nesa_node.core.errors import ModelMismatchError, ProtocolError
+    from nesa_node.engine.weights.checkpoint import compute_model_id
+
+    kept = read_session(path)
+    checkpoint = open_named_checkpoint(config, config.model or kept.model)
+    if (found := compute_model_id(checkpoint)) != kept.model_id:
+        raise ModelMismatchError(f"{path} is of {kept.model_id}, {checkpoint.name} is {found}")
+    auditor = Auditor(checkpoint, 0.0, AuditHistory(None), rng=random.Random(0))
+    records = []
+    for work, drawn_with in kept.hops:
+        try:
+            mismatch = find_mismatch(work)
+        except ProtocolError as error:
+            mismatch = str(error)
+        with track_wait(f"blocks {work.span} to be computed again"):
+            record = await auditor.judge(work)
+        if mismatch is not None:
+            record = replace(
+                record, outcome="not audited", reason=f"the file is edited: {mismatch}"
+            )
+        records.append(replace(record, drawn_with=drawn_with))
+    if as_json:
+        json.dump([asdict(record) for record in records], sys.stdout, indent=2)
+        print()
+    else:
+        for record in records:
+            name = kept.session.hex()
+            print_decision(LoggedDecision("audit", name, kept.kept_at, asdict(record)))
+    return 0 if all(record.outcome in ("passed", "uncalibrated") for record in records) else 1
 
 
 @contextmanager

@@ -83,6 +83,7 @@ class AutoDistributedModelForCausalLM:
         audit_scheme: AuditScheme = "relative-l2",
         require_attestation: str | Path | None = None,
         verify: RedundancyName = "none",
+        keep_session: str | Path | None = None,
     ) -> DistributedModelForCausalLM:
         """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
 
@@ -114,7 +115,9 @@ class AutoDistributedModelForCausalLM:
         this machine has the weights of their blocks, else by other nodes, but not in a star
         (`auditors` "auto"; "client": never by nodes; "nodes": always). A node that computed
         something else is logged by name and not used any more. `audit_scheme` is how outputs are
-        compared (`verification/schemes.py`).
+        compared (`verification/schemes.py`). `keep_session` is a folder for what the audited nodes
+        got and gave in each session, which `nesa-node verify` audits again; it tells the session's
+        text.
 
         `require_attestation` is a policy (a JSON or TOML file): only nodes are used whose hardware
         proves what it demands (`docs/verification.md`).
@@ -154,6 +157,7 @@ class AutoDistributedModelForCausalLM:
             require_attestation=(
                 None if require_attestation is None else user_path(require_attestation)
             ),
+            keep_session=None if keep_session is None else user_path(keep_session),
             decisions_path=default_decisions_path(),
         )
         return build_model(

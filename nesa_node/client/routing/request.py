@@ -77,6 +77,9 @@ class ConnectionOptions:
     require_attestation: Path | None = None
     """Policy by which nodes have to attest their hardware before they are used; None: any nodes."""
 
+    keep_session: Path | None = None
+    """Folder for the work of audited nodes, to be audited again; None: it is not kept."""
+
     decisions_path: Path | None = None
     """Log of the last decisions, for `nesa-node explain`; None: not recorded."""
 
@@ -128,6 +131,7 @@ class ConnectionOptions:
             verify=config.verify,
             audits_path=default_audits_path(),
             require_attestation=config.require_attestation,
+            keep_session=config.keep_session,
             decisions_path=default_decisions_path(),
         )
 

@@ -315,6 +315,7 @@ async def open_connection(
             decisions=_decision_log(options),
             scheme=options.audit_scheme,
         )
+        auditor.keep_session = options.keep_session
         attestor = None
         if policy is not None:
             attestor = Attestor(swarm, request.model_id, checkpoint, policy)

@@ -56,7 +56,6 @@ from nesa_node.swarm.protocol.seal_messages import (
     Disclosed,
     Seal,
     SealRequest,
-    SealStatement,
     open_seal,
 )
 from nesa_node.swarm.protocol.stream import MessageBudget, Stream, peer_timeout
@@ -264,9 +263,11 @@ class HopLink:
         """Whether the node seals what it computes."""
         return self.opened is not None and self.opened.computation is not None
 
-    async def request_seal(self) -> SealStatement:
-        """Have the node seal what its rows hold. Raises `RemoteError`, `PeerUnreachableError`,
-        and `ProtocolError("bad_seal")` for a seal of something else.
+    async def request_seal(self) -> Seal:
+        """Have the node seal what its rows hold.
+
+        Raises `RemoteError`, `PeerUnreachableError`, and `ProtocolError("bad_seal")` for a seal of
+        another session.
         """
         assert self.opened is not None
         answer = await self._exchange(SealRequest(), SEAL_TIMEOUT_S)
@@ -276,7 +277,7 @@ class HopLink:
         expected = self.session, self.opened.nonce, (span.start, span.end), self._request.rows
         if (stated.session, stated.nonce, stated.blocks, len(stated.rows)) != expected:
             raise ProtocolError("bad_seal", f"{self.hop.peer_id} sealed another session")
-        return stated
+        return answer
 
     async def disclose(self, rows: tuple[RowSlice, ...]) -> list[tuple[Disclosed, bytearray]]:
         """Outputs of `rows` that the node pushed. Raises `RemoteError`, also for a node whose

@@ -14,11 +14,13 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nesa_node.client.verification.audit_history import AuditHistory, AuditOutcome
+from nesa_node.client.verification.kept_session import KeptSession, write_session
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
 from nesa_node.client.verification.recomputation import missing_bytes, recompute
 from nesa_node.client.verification.referee import Referee, pick_known
@@ -34,7 +36,7 @@ from nesa_node.core.decision_log import DecisionLog, LoggedDecision
 from nesa_node.core.errors import NesaError, WrongActivationsError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
-from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.messages import Computation
@@ -122,6 +124,8 @@ class Auditor(SessionAuditor):
         """Other nodes that may compute work again; None: none may."""
         self.prefers_nodes = False
         """Whether they do so even where this client has the weights."""
+        self.keep_session: Path | None = None
+        """Folder for the work of audited hops, to be audited again; None: it is not kept."""
         self._checkpoint = checkpoint
         self._rate = rate
         self._rng = rng
@@ -144,6 +148,7 @@ class Auditor(SessionAuditor):
     ) -> list[asyncio.Task[WrongActivationsError | None]]:
         """See `SessionAuditor`."""
         started = []
+        collected: list[HopWork] = []
         if not any(lengths):
             return []
         for link in session.audited_links():
@@ -161,7 +166,10 @@ class Auditor(SessionAuditor):
                 record = self._record(link.hop, "not audited", str(error))
                 started.append(self._start(self._finish(session.session, record)))
             else:
+                collected.append(work)
                 started.append(self._start(self._audit_work(work)))
+        if collected and self.keep_session is not None:
+            await asyncio.to_thread(self._keep_work, self.keep_session, collected)
         return [task for task in started if task is not None]
 
     def _start(
@@ -183,6 +191,28 @@ class Auditor(SessionAuditor):
         """Record that other nodes, by `rule`, agree on something else than `hop` answered."""
         record = replace(self._record(hop, "outvoted", reason), auditor=rule)
         await self._finish(session, record)
+
+    def _keep_work(self, folder: Path, works: Sequence[HopWork]) -> None:
+        """Write the work of a session's audited hops to a file."""
+        kept = KeptSession(
+            works[0].session,
+            self._checkpoint.name,
+            compute_model_id(self._checkpoint),
+            time.time(),
+            [(work, self.history.draw_rate(work.peer, self._rate)) for work in works],
+        )
+        try:
+            log.info("session_kept", path=str(write_session(folder, kept)))
+        except OSError as error:
+            log.warning("session_not_kept", folder=str(folder), reason=str(error))
+
+    async def judge(self, work: HopWork) -> AuditRecord:
+        """Outcome of an audit of `work`, of which nothing is remembered."""
+        hop = Hop(work.peer, work.span)
+        try:
+            return (await self._compute_again(work, hop))[0]
+        except (NesaError, OSError) as error:
+            return self._record(hop, "not audited", str(error))
 
     async def close(self) -> None:
         """Wait for audits that were drawn, but not for long."""

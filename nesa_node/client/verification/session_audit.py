@@ -27,7 +27,12 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.swarm.protocol.messages import Computation, RowSlice
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer
-from nesa_node.swarm.protocol.seal_messages import SealStatement, sealed_rows
+from nesa_node.swarm.protocol.seal_messages import (
+    Seal,
+    SealStatement,
+    open_seal,
+    sealed_rows,
+)
 from nesa_node.verification.seal_tree import SessionSeals
 
 
@@ -42,6 +47,18 @@ class RowWork:
     """Inputs of the hop for the positions after those."""
     positions: tuple[int, ...]
     outputs_PD: torch.Tensor
+    row: int = 0
+    """Which of the session's rows it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedWith:
+    """A hop's seal, and what is needed to make its roots again."""
+
+    seal: Seal
+    secret: bytes
+    start_lengths: tuple[int, ...]
+    """Tokens that each row had when the hop opened the session: they are not in the seal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +77,8 @@ class HopWork:
     rows: tuple[RowWork, ...]
     is_own: bool
     """Whether the hop computed all of its cache in this session: else an error may be another's."""
+    sealed: SealedWith | None = None
+    """None where the work is no sealed one, such as a part of it."""
 
 
 class NotAuditedError(NesaError):
@@ -104,9 +123,10 @@ class SessionAudit:
         if self._request.adapter:
             raise NotAuditedError("sessions with an adapter are not audited")
         # Sealed first: what is asked for next tells the node that it is audited.
-        sealed = await link.request_seal()
+        seal = await link.request_seal()
         inputs = await self._find_inputs(link, lengths)
         outputs = await self._find_outputs(link, lengths)
+        sealed = open_seal(seal, link.hop.peer_id)
         self._check_seal(link, sealed, lengths, inputs, outputs)
         rows = tuple(await self._join_rows(inputs, outputs, lengths))
         return HopWork(
@@ -118,6 +138,7 @@ class SessionAudit:
             codec=codec_family(self._request.options.quality),
             rows=rows,
             is_own=not any(link.start_lengths) and not any(len(row.prefix_LD) for row in rows),
+            sealed=SealedWith(seal, link.secret, tuple(link.start_lengths)),
         )
 
     async def _find_inputs(self, link: HopLink, lengths: Sequence[int]) -> list[_Part]:
@@ -214,6 +235,7 @@ class SessionAudit:
                         for at in range(part.position, part.position + part.count)
                     ),
                     torch.cat([values_LD for _, values_LD in given]),
+                    row,
                 )
             )
         if not rows:
@@ -251,6 +273,37 @@ class SessionAuditor(Protocol):
         Each task returns what is wrong with a hop's work, if anything is.
         """
         ...
+
+
+def find_mismatch(work: HopWork) -> str | None:
+    """What of a hop's work is not as its seal says; None: nothing.
+
+    Raises `ProtocolError("bad_seal")` for a seal that its node did not sign.
+    """
+    assert work.sealed is not None
+    stated = open_seal(work.sealed.seal, work.peer)
+    if stated.blocks != (work.span.start, work.span.end):
+        return f"its seal is of blocks {Span(*stated.blocks)}"
+    if stated.computation != work.computation:
+        return f"its seal declares {stated.computation}"
+    seals = SessionSeals(work.sealed.secret, len(stated.rows))
+    starts = work.sealed.start_lengths
+    for row in work.rows:
+        first = len(row.prefix_LD)
+        inputs = [(RowSlice(row.row, first, len(row.inputs_LD)), row.inputs_LD)]
+        _add_parts(seals.add_inputs, inputs if len(row.inputs_LD) else [], starts)
+        outputs = [
+            (RowSlice(row.row, position, 1), output_D[None])
+            for position, output_D in zip(row.positions, row.outputs_PD, strict=True)
+        ]
+        _add_parts(seals.add_outputs, outputs, starts)
+    known = sealed_rows(seals.roots())
+    for row in work.rows:
+        given, made = stated.rows[row.row], known[row.row]
+        for what in ("length", "inputs", "outputs"):
+            if getattr(given, what) != getattr(made, what):
+                return f"the {what} of row {row.row} are not those of its seal"
+    return None
 
 
 def codec_family(quality: str) -> str:

@@ -270,6 +270,11 @@ class ClientConfig(SharedConfig):
         "Have three nodes compute each block, in a star, and believe two that agree (2of3), or "
         "none unless all do (paper). Three times the work.",
     )
+    keep_session: FilePath | None = setting(
+        None,
+        "Swarm",
+        "Folder for what audited nodes got and gave in each session, for `nesa-node verify`.",
+    )
     reuse_prefix: bool = setting(
         True, "Swarm", "Reuse cached prefixes of earlier prompts on nodes."
     )
