@@ -58,8 +58,6 @@ log = get_logger(__name__)
 USAGE_STATE_KEY = "asked"
 """Key of a request's `UsageCounter` in its state."""
 VERIFICATION_HEADER = "x-nesa-verification"
-AUDIT_SCHEME = "relative-l2"
-"""How audits compare hidden states: by the norm of each token's difference."""
 CLIENT_CLOSED_STATUS = 499
 """Status counted for a client that disconnected before the response began; nginx's code."""
 
@@ -227,12 +225,12 @@ class PendingResponse:
     error_event: Callable[[HttpProblem], bytes] = error_events
 
 
-def verification_header(rate: float, usage: UsageCounter | None = None) -> dict[str, str]:
+def verification_header(config: GatewayConfig, usage: UsageCounter | None = None) -> dict[str, str]:
     """Header that says how nodes are audited: `audit=1%; scheme=relative-l2`.
 
     With the `usage` of an answer that is complete also of how many of its nodes: `; drawn=1/3`.
     """
-    value = f"audit={100 * rate:g}%; scheme={AUDIT_SCHEME}"
+    value = f"audit={100 * config.audit:g}%; scheme={config.audit_scheme}"
     if usage is not None:
         value += f"; drawn={usage.drawn}/{usage.hops}"
     return {VERIFICATION_HEADER: value}
@@ -275,17 +273,17 @@ class Gateway:
         def failed(problem: HttpProblem) -> bytes:
             return (ready[0].error_event if ready else error_events)(problem)
 
-        rate = self.config.audit
+        config = self.config
         if not stream:
             return ComputedJsonResponse(
-                whole, self.shutdown, headers=lambda: verification_header(rate, ready[0].usage)
+                whole, self.shutdown, headers=lambda: verification_header(config, ready[0].usage)
             )
         return SseResponse(
             events,
             self.shutdown,
-            keepalive_s=self.config.keepalive_s,
+            keepalive_s=config.keepalive_s,
             error_event=failed,
-            headers=verification_header(rate),
+            headers=verification_header(config),
         )
 
     async def get_model(self, name: str | None) -> ServedModel:

@@ -195,6 +195,17 @@ def test_what_does_not_fit_together_is_refused(path: Path, tmp_path: Path) -> No
             read_session(edit(path, tmp_path, change))
 
 
+def test_hidden_states_of_another_size_are_refused(
+    path: Path, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def narrow(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name, values in tensors.items():
+            tensors[name] = values[:, :3].contiguous()
+
+    assert run_command(["verify", str(edit(path, tmp_path, narrow)), str(llama)]) == 2
+    assert "of another model" in capsys.readouterr().err
+
+
 def test_another_models_session_is_refused(
     path: Path, tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -145,21 +145,24 @@ async def _audit_session(config: ClientConfig, path: Path, *, as_json: bool) -> 
 
     kept = read_session(path)
     checkpoint = open_named_checkpoint(config, config.model or kept.model)
+    kept.check_fits(int(checkpoint.config.hidden_size), checkpoint.num_blocks)
     if (found := compute_model_id(checkpoint)) != kept.model_id:
         raise ModelMismatchError(f"{path} is of {kept.model_id}, {checkpoint.name} is {found}")
-    auditor = Auditor(checkpoint, 0.0, AuditHistory(None), rng=random.Random(0))
+    auditor = Auditor(
+        checkpoint, 0.0, AuditHistory(None), rng=random.Random(0), scheme=config.audit_scheme
+    )
     records = []
     for work, drawn_with in kept.hops:
         try:
             mismatch = find_mismatch(work)
         except ProtocolError as error:
             mismatch = str(error)
-        with track_wait(f"blocks {work.span} to be computed again"):
-            record = await auditor.judge(work)
-        if mismatch is not None:
-            record = replace(
-                record, outcome="not audited", reason=f"the file is edited: {mismatch}"
-            )
+        if mismatch is None:
+            with track_wait(f"blocks {work.span} to be computed again"):
+                record = await auditor.judge(work)
+        else:
+            reason = f"the file is edited: {mismatch}"
+            record = auditor.describe_outcome(work, "not audited", reason)
         records.append(replace(record, drawn_with=drawn_with))
     if as_json:
         json.dump([asdict(record) for record in records], sys.stdout, indent=2)

@@ -208,11 +208,14 @@ class Auditor(SessionAuditor):
 
     async def judge(self, work: HopWork) -> AuditRecord:
         """Outcome of an audit of `work`, of which nothing is remembered."""
-        hop = Hop(work.peer, work.span)
         try:
-            return (await self._compute_again(work, hop))[0]
+            return (await self._compute_again(work, Hop(work.peer, work.span)))[0]
         except (NesaError, OSError) as error:
-            return self._record(hop, "not audited", str(error))
+            return self.describe_outcome(work, "not audited", str(error))
+
+    def describe_outcome(self, work: HopWork, outcome: AuditOutcome, reason: str) -> AuditRecord:
+        """Record of an outcome without a comparison."""
+        return self._record(Hop(work.peer, work.span), outcome, reason)
 
     async def close(self) -> None:
         """Wait for audits that were drawn, but not for long."""

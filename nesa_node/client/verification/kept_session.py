@@ -48,7 +48,7 @@ class _KeptHop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: BlockRange
     first_block: Count
     computation: Computation
-    codec: str
+    codec: Annotated[str, Meta(max_length=64)]
     is_own: bool
     drawn_with: Annotated[float, Meta(ge=0, le=1)]
     statement: bytes
@@ -77,6 +77,21 @@ class KeptSession:
     model_id: ModelId
     kept_at: float
     hops: Sequence[tuple[HopWork, float]]
+
+    def check_fits(self, hidden_size: int, num_blocks: int) -> None:
+        """Raise `KeptSessionError` for work that is not of such a model."""
+        for work, _ in self.hops:
+            sizes = {
+                values.shape[1]
+                for row in work.rows
+                for values in (row.prefix_LD, row.inputs_LD, row.outputs_PD)
+            }
+            is_within = work.first_block <= work.span.start and work.span.end <= num_blocks
+            if sizes != {hidden_size} or not is_within:
+                raise KeptSessionError(
+                    f"the session is of another model: blocks {work.span} with hidden states of "
+                    f"{sorted(sizes)}, not {num_blocks} blocks with {hidden_size}"
+                )
 
 
 def is_kept_session(path: Path) -> bool:
@@ -200,8 +215,9 @@ def _read_hop(
 def _read_row(number: int, row: _KeptRow, tensors: dict[str, torch.Tensor]) -> RowWork:
     prefix_LD, inputs_LD, outputs_PD = (tensors[f"{number}.{row.row}.{part}"] for part in _PARTS)
     length = len(prefix_LD) + len(inputs_LD)
-    if {each.ndim for each in (prefix_LD, inputs_LD, outputs_PD)} != {2}:
-        raise ValueError("its tensors have not two dimensions")
+    parts = prefix_LD, inputs_LD, outputs_PD
+    if {each.ndim for each in parts} != {2} or not all(each.is_floating_point() for each in parts):
+        raise ValueError("its tensors are no hidden states")
     if len(row.positions) != len(outputs_PD) or not all(at < length for at in row.positions):
         raise ValueError("its positions do not fit its tensors")
     return RowWork(prefix_LD, inputs_LD, row.positions, outputs_PD, row.row)
