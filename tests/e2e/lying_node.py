@@ -1,6 +1,6 @@
 """`nesa-node run` that returns its outputs times 1.05, and says that it is 50 times as fast.
 
-    python -m tests.e2e.lying_node run MODEL --block-indices 10:20 --initial-peers ADDRESS
+python -m tests.e2e.lying_node run MODEL --block-indices 10:20 --initial-peers ADDRESS
 """
 
 from __future__ import annotations

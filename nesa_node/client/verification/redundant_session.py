@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, Failover
+from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, DrawnAudits, Failover
 from nesa_node.client.session.session import RemoteSession
 from nesa_node.client.verification.replica_selection import ReplicatedSpan
 from nesa_node.core.errors import MissingBlocksError, NesaError, WrongActivationsError
@@ -88,6 +88,10 @@ class RedundantSession:
     @property
     def failovers(self) -> tuple[Failover, ...]:
         return tuple(self._failovers)
+
+    @property
+    def drawn_audits(self) -> DrawnAudits:
+        return sum((session.drawn_audits for session in self._sessions()), DrawnAudits())
 
     async def open(self) -> None:
         """Open all sessions. Raises `MissingBlocksError` where too few nodes can be used."""
