@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from nesa_node.client.recovery.suspicion import SlowdownDetector
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.engine.model.blocks import ModelBlocks, TokenSlice
 from nesa_node.engine.model.devices import SpanThroughput, measure_throughput
+from nesa_node.routing.reputation import SpeedClaims
 from nesa_node.server.node import served_span, span_speed
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.verification import comparison
@@ -88,12 +90,16 @@ def peer_of(path: Path) -> PeerId:
 
 
 def boast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have nodes that lie say that they are fast."""
+    """Have nodes that lie say that they are fast, honest ones that they are slow, and clients
+    believe it: else round trips decide.
+    """
 
     def measure(blocks: ModelBlocks) -> SpanThroughput:
         found = measure_throughput(blocks)
-        factor = 50.0 if getattr(blocks, "lies", False) else 1.0
+        factor = 50.0 if getattr(blocks, "lies", False) else 0.02
         return replace(found, decode_tokens_per_s=factor * found.decode_tokens_per_s)
 
     monkeypatch.setattr(served_span, "measure_throughput", measure)
     monkeypatch.setattr(span_speed, "SAMPLE_INTERVAL_S", 1e6)
+    monkeypatch.setattr(SpeedClaims, "record_measurement", lambda *_: None)
+    monkeypatch.setattr(SlowdownDetector, "should_reconsider", lambda _: False)
