@@ -131,13 +131,13 @@ def test_a_shared_context_runs_once(words_model: Path, monkeypatch: pytest.Monke
     from nesa_node.client.model.inference_session import InferenceSession
 
     sent = []
-    close = InferenceSession.close
+    finish = InferenceSession.finish
 
     def count(session: InferenceSession) -> None:
         sent.append(session.tokens_sent)
-        close(session)
+        finish(session)
 
-    monkeypatch.setattr(InferenceSession, "close", count)
+    monkeypatch.setattr(InferenceSession, "finish", count)
     shared = random_ids(60)
     queries = [ScoringQuery([*shared, *random_ids(9, seed=seed)], 9) for seed in range(4)]
     with local_model(words_model) as model:
