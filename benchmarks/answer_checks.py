@@ -12,10 +12,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.audit_attacks import Alter, AlteredCheckpoint, other_weights
 from benchmarks.audit_thresholds import choose_texts
@@ -39,7 +42,7 @@ from nesa_node.engine.weights.checkpoint import LocalCheckpoint, open_folder
 from nesa_node.engine.weights.tokenizer import load_tokenizer
 from nesa_node.evaluation.results import Cell, LocalModels
 
-DEFAULTS = Options(model="demo", runs=10, new_tokens=64, prompt_tokens=24, batches=(2,))
+DEFAULTS = Options(model="demo", runs=6, new_tokens=64, prompt_tokens=24, batches=(3,))
 QUICK = Options(model="tiny", runs=2, new_tokens=12, prompt_tokens=4, batches=(2,))
 SAMPLINGS: Mapping[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
@@ -62,12 +65,26 @@ class Case:
 def run(options: Options) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with model_folder(options) as folder:
+        if options.model != "demo":
+            save_byte_tokenizer(folder)
         checkpoint = open_folder(folder)
         prompts = choose_texts(checkpoint, options.prompt_tokens, options.runs, options)
         for dtype in DTYPES if options.model == "demo" else DTYPES[:1]:
             rows += asyncio.run(measure(checkpoint, dtype, prompts, options))
     show(rows)
     return rows
+
+
+def save_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer of single bytes beside a random model, whose answers are no texts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: index for index, token in enumerate(["<end>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(ids, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.save_pretrained(folder)
 
 
 async def measure(
@@ -94,7 +111,7 @@ async def measure(
                 listed = [one for case in tried for one in await judge(check, served, case, True)]
                 row = {"dtype": dtype, "sampling": sampling, "answers": name}
                 rows.append({**row, **summarize(listed, dtype)})
-            if kind == "honest":
+            if kind == "honest" and dtype == "float32":
                 texts = [one for case in made for one in await judge(check, served, case, False)]
                 row = {"dtype": dtype, "sampling": sampling, "answers": "honest, text alone"}
                 rows.append({**row, **summarize(texts, dtype)})
@@ -116,11 +133,11 @@ def serving(
         )
         altered.alter = alter
         checkpoint = altered
-    models = LocalModels(
+    local = LocalModels(
         checkpoint, nodes=3, dtype=getattr(torch, dtype), device=torch.device("cpu")
     )
     weights = kind if kind in ("int8", "nf4") else "none"
-    with models.open(Cell(weights, "none")) as model:
+    with local.open(Cell(weights, "none")) as model:
         served = ServedModel(
             model,
             load_tokenizer(checkpoint.folder),
@@ -202,8 +219,8 @@ async def judge(
 
 def summarize(found: Sequence[ChoiceReport | None], dtype: str) -> dict[str, Any]:
     """What was noticed, by tokens alone and with log probabilities."""
-    allowed = allowed_errors(dtype, "none")
-    tokens_alone = replace(allowed, logprob=math.inf)
+    allowed = allowed_errors(dtype)
+    tokens_alone = replace(allowed, logprob=math.inf, mean_logprob=math.inf)
     reports = [report for report in found if report is not None]
     return {
         "choices": len(found),
@@ -212,9 +229,16 @@ def summarize(found: Sequence[ChoiceReport | None], dtype: str) -> dict[str, Any
         "noticed_by_logprobs": sum(not report.is_consistent(allowed) for report in reports),
         "differing": sum(len(report.differences) for report in reports),
         "tokens": sum(report.tokens for report in reports),
-        "gaps": [report.worst_gap for report in reports],
-        "mean_gaps": [report.mean_gap(allowed.gap) for report in reports],
-        "logprob_errors": [report.worst_logprob_error or 0.0 for report in reports],
+        "runs": [
+            {
+                "gap": report.worst_gap,
+                "mean_gap": report.mean_gap(allowed.gap),
+                "logprob_error": report.worst_logprob_error or 0.0,
+                "mean_logprob_error": report.mean_logprob_error or 0.0,
+            }
+            for report in reports
+        ]
+        or [{}],
         "problems": sorted({each for report in reports for each in report.problems}),
     }
 
@@ -223,7 +247,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     print_table(
         "Answers that a check notices, by tokens alone and with log probabilities",
         "dtype|sampling|answers|choices|no tokens|noticed|with logprobs|tokens that differ|"
-        "worst gap|worst mean|logprob error",
+        "worst gap|worst mean|logprob error|its mean",
         [
             [
                 row["dtype"],
@@ -234,9 +258,10 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                 str(row["noticed"]),
                 str(row["noticed_by_logprobs"]),
                 f"{row['differing']} of {row['tokens']}",
-                f"{max(row['gaps'], default=0.0):.2g}",
-                f"{max(row['mean_gaps'], default=0.0):.2g}",
-                f"{max(row['logprob_errors'], default=0.0):.2g}",
+                *(
+                    f"{max(run.get(name, 0.0) for run in row['runs']):.2g}"
+                    for name in ("gap", "mean_gap", "logprob_error", "mean_logprob_error")
+                ),
             ]
             for row in rows
         ],

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -163,6 +164,7 @@ class _ChoiceCheck:
         self._saved = saved
         self._report = ChoiceReport(index)
         self._text: list[str] = []
+        self._logprob_errors: list[float] = []
         self._is_reproducible = (
             job.sampling.seed is not None or job.sampling.temperature < MIN_SAMPLING_TEMPERATURE
         )
@@ -181,8 +183,16 @@ class _ChoiceCheck:
         text = text[len(echo) :]
         listed = self._listed_tokens(echo)
         self._check_requirements(listed is not None, notes)
+        if listed is None and model.ends.dtype != torch.float32:
+            raise UncheckableAnswerError(
+                "it lists no tokens, and where noise changes draws, as in bfloat16, the text does "
+                "not tell them: ask for logprobs, which list the tokens"
+            )
         claim = listed or self._text_claim(text, notes)
         tokens = self._follow(claim, model)
+        if self._logprob_errors:
+            self._report.worst_logprob_error = max(self._logprob_errors)
+            self._report.mean_logprob_error = fmean(self._logprob_errors)
         if not self._report.problems:
             self._check_end(tokens, text, parser, notes)
         return self._report
@@ -300,7 +310,7 @@ class _ChoiceCheck:
         error = abs(max(computed, MIN_LOGPROB) - claimed)
         # Not a number: no error would be larger.
         error = error if error == error else math.inf
-        self._report.worst_logprob_error = max(error, self._report.worst_logprob_error or 0.0)
+        self._logprob_errors.append(error)
 
     def _check_end(
         self, tokens: Sequence[int], text: str, parser: ToolCallParser | None, notes: list[str]

@@ -31,8 +31,7 @@ class DrawGaps:
     def __init__(self, draw: Draw, sampling: SamplingParams) -> None:
         self._draw = draw
         self._sampling = sampling
-        self._logits_V = draw.logits_V.double().cpu()
-        self._best = float(self._logits_V.max())
+        self._best = float(draw.logits_V.max())
         self._intervals: _InOrder | _ByScore | None = None
 
     def gap(self, token_id: int) -> float:
@@ -43,7 +42,7 @@ class DrawGaps:
         """
         if self._draw.token_id == token_id:
             return 0.0
-        logit = float(self._logits_V[token_id])
+        logit = float(self._draw.logits_V[token_id])
         if not math.isfinite(logit):
             return math.inf
         if self._draw.uniform is None:
@@ -53,7 +52,8 @@ class DrawGaps:
         return self._intervals.gap(token_id) * self._sampling.temperature
 
     def _make_intervals(self, uniform: float) -> _InOrder | _ByScore:
-        scores_V = (self._logits_V - self._best) / self._sampling.temperature
+        logits_V = self._draw.logits_V.double().cpu()
+        scores_V = (logits_V - self._best) / self._sampling.temperature
         if self._sampling.top_k or self._sampling.top_p < 1:
             return _ByScore(scores_V, self._sampling, uniform)
         return _InOrder(scores_V, self._sampling.min_p, uniform)

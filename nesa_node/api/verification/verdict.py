@@ -16,6 +16,8 @@ class AllowedErrors:
     """Over an answer's tokens, of gaps that count as at most `gap`."""
     logprob: float
     """Of a token's log probability."""
+    mean_logprob: float
+    """Over an answer's log probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class ChoiceReport:
     differences: list[TokenDifference] = field(default_factory=list)
     worst_logprob_error: float | None = None
     """None: the answer has no log probabilities."""
+    mean_logprob_error: float | None = None
     problems: list[str] = field(default_factory=list)
     """What is wrong beside tokens: a text that is not theirs, an end that is none."""
 
@@ -62,6 +65,7 @@ class ChoiceReport:
             or self.worst_gap > allowed.gap
             or self.mean_gap(allowed.gap) > allowed.mean_gap
             or (self.worst_logprob_error or 0.0) > allowed.logprob
+            or (self.mean_logprob_error or 0.0) > allowed.mean_logprob
         )
 
 
@@ -115,16 +119,15 @@ class AnswerReport:
         return f"The answer is NOT what {kind} gives."
 
 
-ALLOWED: dict[tuple[str, str], AllowedErrors] = {
-    ("float32", "none"): AllowedErrors(gap=1e-4, mean_gap=1e-5, logprob=1e-3),
-    ("bfloat16", "none"): AllowedErrors(gap=0.05, mean_gap=0.005, logprob=0.5),
+_ALLOWED = {
+    "float32": AllowedErrors(gap=1e-5, mean_gap=1e-6, logprob=1e-3, mean_logprob=1e-4),
+    "bfloat16": AllowedErrors(gap=0.02, mean_gap=0.00125, logprob=0.6, mean_logprob=0.08),
 }
-"""By dtype and quantization, fitted by `benchmarks/answer_checks.py`."""
+"""In bfloat16 provisional: 1.4 to 2 times the largest errors of 42 honest answers of the demo
+model on which they were tried as well, by one machine's processor. In float32, where those are
+7e-8 and 2e-5, what CONTRIBUTING.md excuses: other machines and models differ by more."""
 
 
-def allowed_errors(dtype: str, quantization: str) -> AllowedErrors:
-    """What honest machines differ by where they compute in `dtype` with weights so quantized."""
-    known = ALLOWED.get((dtype, quantization))
-    return (
-        ALLOWED["float32" if dtype == "float32" else "bfloat16", "none"] if known is None else known
-    )
+def allowed_errors(dtype: str) -> AllowedErrors:
+    """What honest machines differ by that compute in `dtype`, with weights of any quantization."""
+    return _ALLOWED["float32" if dtype == "float32" else "bfloat16"]

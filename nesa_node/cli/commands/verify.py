@@ -126,7 +126,7 @@ async def _check(
         jobs = await make_jobs(served, saved)
         report = await asyncio.to_thread(AnswerCheck(served, model).check, saved, jobs)
     quantized = "" if weights == "none" else f" with {weights} weights"
-    return report, allowed_errors(dtype, weights), dtype + quantized
+    return report, allowed_errors(dtype), dtype + quantized
 
 
 async def _audit_session(config: ClientConfig, path: Path, *, as_json: bool) -> int:

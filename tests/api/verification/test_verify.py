@@ -255,6 +255,15 @@ def test_a_swarm_checks_an_answer(
     assert (code, found["differing"]) == (0, 0), found
 
 
+def test_in_bfloat16_a_text_does_not_tell_its_tokens(
+    url: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request, answered = ask(url, "sampled")
+    path = save(tmp_path / "answer.json", request, answered.json())
+    assert run_command(["verify", str(path), str(folder), "--torch-dtype", "bfloat16"]) == 2
+    assert "ask for logprobs" in capsys.readouterr().err
+
+
 def test_sampled_answers_without_a_seed_need_log_probabilities(
     url: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
