@@ -13,7 +13,6 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,10 @@ from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
 from nesa_node.engine.weights.checkpoint import LocalCheckpoint, open_folder
 from nesa_node.verification.comparison import (
     MIN_MEAN_TOKENS,
-    MIN_TYPICAL_TOKENS,
+    MIN_QUANTILE_TOKENS,
+    QUANTILE_SHARES,
     Threshold,
-    typical_error,
+    error_quantiles,
 )
 from nesa_node.verification.schemes import DEFAULT_SCHEME, SCHEMES, SEED_BYTES, ComparisonScheme
 
@@ -52,9 +52,10 @@ KINDS: tuple[tuple[str, Quant], ...] = (
 )
 CODECS = ("none", "bfloat16", "float16", "int8", "blockwise8", "int4")
 LENGTHS = (1, 2, 4, 6, 8, 10, 12, 15, 20, 30)
-TOKEN_MARGIN, MEAN_MARGIN, TYPICAL_MARGIN = 4.0, 1.25, 1.08
+TOKEN_MARGIN, MEAN_MARGIN = 4.0, 1.25
+QUANTILE_MARGINS = (1.08, 1.12, 1.2)
 """Thresholds are this multiple of the largest error that was seen, of one token, of means and of
-typical ones: single tokens are now and then several times as far off as all others."""
+quantiles: single tokens are now and then several times as far off as all others."""
 CLIP_FACTOR = 2.0
 """In means, errors count as at most this multiple of the median."""
 THRESHOLDS = Path(nesa_node.__file__).parent / "verification" / "thresholds.json"
@@ -79,8 +80,7 @@ def run(options: Options) -> list[dict[str, Any]]:
                     fitted = fit(errors_NST[:, :half], SCHEMES[name])
                     # Errors grow with the number of blocks; a sample may say otherwise by chance.
                     if (least := shorter.get((name, codec))) is not None:
-                        pairs = zip(astuple(fitted), astuple(least), strict=True)
-                        fitted = Threshold(*map(max, pairs))
+                        fitted = _wider(fitted, least)
                     shorter[name, codec] = fitted
                     schemes[name][codec] = _describe(fitted, errors_NST[:, half:])
                 tokens = options.prompt_tokens + options.new_tokens
@@ -100,15 +100,25 @@ def run(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
+def _wider(one: Threshold, other: Threshold) -> Threshold:
+    return Threshold(
+        token=max(one.token, other.token),
+        mean=max(one.mean, other.mean),
+        clip=max(one.clip, other.clip),
+        fitted_tokens=max(one.fitted_tokens, other.fitted_tokens),
+        quantiles=tuple(map(max, one.quantiles, other.quantiles)),
+    )
+
+
 def _describe(fitted: Threshold, tested_NST: Tensor) -> dict[str, list[float]]:
     """A threshold, and the largest errors of other texts as a share of it."""
     tested = _largest_errors(tested_NST, fitted.clip)
-    bounds = fitted.token, fitted.mean, fitted.clip, fitted.typical
+    bounds = fitted.token, fitted.mean, fitted.clip, *fitted.quantiles
     return {
         "bounds": [_round(bound) for bound in bounds],
         "tested": [
             round(each / allowed, 3)
-            for each, allowed in zip(tested, (bounds[0], bounds[1], bounds[3]), strict=True)
+            for each, allowed in zip(tested, (*bounds[:2], *bounds[3:]), strict=True)
         ],
     }
 
@@ -128,27 +138,31 @@ def fit(errors_NST: Tensor, scheme: ComparisonScheme) -> Threshold:
     if not scheme.is_per_token:
         largest = max(float(errors_NST.max()), least)
         token, mean = TOKEN_MARGIN * largest, MEAN_MARGIN * largest
-        return Threshold(token, mean, clip=token, fitted_tokens=count, typical=mean)
-    token, mean, typical = _largest_errors(errors_NST, clip)
+        same = (mean,) * len(QUANTILE_SHARES)
+        return Threshold(token, mean, clip=token, fitted_tokens=count, quantiles=same)
+    token, mean, *quantiles = _largest_errors(errors_NST, clip)
     return Threshold(
         token=TOKEN_MARGIN * max(token, least),
         mean=MEAN_MARGIN * max(mean, least / MIN_MEAN_TOKENS),
         clip=clip,
         fitted_tokens=count,
-        typical=TYPICAL_MARGIN * max(typical, least),
+        quantiles=tuple(
+            margin * max(each, least)
+            for each, margin in zip(quantiles, QUANTILE_MARGINS, strict=True)
+        ),
     )
 
 
-def _largest_errors(errors_NST: Tensor, clip: float) -> tuple[float, float, float]:
-    """The largest error of a token, mean of clipped errors, and typical error.
+def _largest_errors(errors_NST: Tensor, clip: float) -> list[float]:
+    """The largest error of a token, mean of clipped errors, and quantiles.
 
-    Means and typical errors over as few tokens as are judged by them.
+    Means and quantiles over as few tokens as are judged by them.
     """
     tokens = errors_NST.shape[2]
     means = errors_NST.clamp(max=clip).unfold(2, min(MIN_MEAN_TOKENS, tokens), 1).mean(-1)
-    windows = errors_NST.unfold(2, min(MIN_TYPICAL_TOKENS, tokens), 1).flatten(0, 2)
-    typical = max(typical_error(window_T) for window_T in windows)
-    return float(errors_NST.max()), float(means.max()), typical
+    windows = errors_NST.unfold(2, min(MIN_QUANTILE_TOKENS, tokens), 1).flatten(0, 2)
+    quantiles = [max(each) for each in zip(*map(error_quantiles, windows), strict=True)]
+    return [float(errors_NST.max()), float(means.max()), *quantiles]
 
 
 def measure(
@@ -279,14 +293,16 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     default = [row["schemes"][DEFAULT_SCHEME]["none"] for row in rows]
     print_table(
         f"Bounds on {DEFAULT_SCHEME} of honest nodes, and errors of other texts as a share of them",
-        "dtype|weights|blocks|token|mean|typical|tested token|tested mean|tested typical|tokens",
+        "dtype|weights|blocks|token|mean|quantiles|tested token|mean|quantiles|tokens",
         [
             [
                 row["dtype"],
                 row["quantization"],
                 str(row["blocks"]),
-                *(f"{each['bounds'][at]:.2e}" for at in (0, 1, 3)),
-                *(f"{tested:.2f}" for tested in each["tested"]),
+                *(f"{bound:.2e}" for bound in each["bounds"][:2]),
+                " ".join(f"{bound:.2e}" for bound in each["bounds"][3:]),
+                *(f"{tested:.2f}" for tested in each["tested"][:2]),
+                " ".join(f"{tested:.2f}" for tested in each["tested"][2:]),
                 f"{row['fitted_tokens']:,}",
             ]
             for row, each in zip(rows, default, strict=True)

@@ -16,7 +16,7 @@ from itertools import combinations
 
 import torch
 
-from nesa_node.verification.comparison import MIN_TYPICAL_TOKENS, Measure, Threshold, judge
+from nesa_node.verification.comparison import MIN_QUANTILE_TOKENS, Measure, Threshold, judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class AgreementHistory:
             pair = names[one], names[other]
             errors = self._measure.errors(outputs[one], outputs[other])
             window = torch.cat([self._recent[pair], errors])
-            self._recent[pair] = window[-MIN_TYPICAL_TOKENS:]
+            self._recent[pair] = window[-MIN_QUANTILE_TOKENS:]
             return (
                 judge(window, len(window), self._measure.scheme, self._allowed).outcome == "passed"
             )

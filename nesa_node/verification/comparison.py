@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,15 +25,17 @@ from nesa_node.verification.schemes import DEFAULT_SCHEME, SCHEMES
 MIN_MEAN_TOKENS = 16
 """Tokens from which on their mean error is judged: means of fewer scatter."""
 
-MIN_TYPICAL_TOKENS = 48
-"""Tokens from which on their typical error is judged, too: it scatters least."""
-TYPICAL_SHARE = 0.4
-"""Share of tokens that are not further off than the typical error. Few honest tokens have large
-errors, but all tokens of a node that adds a little noise do."""
+MIN_QUANTILE_TOKENS = 48
+"""Tokens from which on quantiles of their errors are judged, too: these scatter least."""
+QUANTILE_SHARES = (0.4, 0.75, 0.9)
+"""Shares of tokens that are not further off than each quantile. Few honest tokens have large
+errors; so the first one shows a node that adds a little noise to all tokens, and the last one a
+node that adds much to some."""
 
-CLEAR_FACTOR, CLEAR_TYPICAL_FACTOR = 1.5, 1.2
+CLEAR_FACTOR = 1.5
+CLEAR_QUANTILE_FACTORS = (1.2, 1.35, 1.5)
 """How much more than an auditor's own computations differ by an error must be, of a token and of
-means, or a typical one: those of two honest computations of a text are within a tenth."""
+means, or a quantile: those of two honest computations of a text are within a tenth to a fourth."""
 
 Outcome = Literal["passed", "failed", "uncalibrated"]
 
@@ -63,8 +66,8 @@ class Threshold:
     clip: float
     """Twice the median: single tokens of honest nodes are several times as far off as most."""
     fitted_tokens: int
-    typical: float = math.inf
-    """`TYPICAL_SHARE` of `MIN_TYPICAL_TOKENS` tokens or more have at most this error."""
+    quantiles: tuple[float, ...] = (math.inf,) * len(QUANTILE_SHARES)
+    """`QUANTILE_SHARES` of `MIN_QUANTILE_TOKENS` tokens or more have at most these errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,8 @@ class Comparison:
     worst: float
     mean: float
     """Of clipped errors, where a threshold says how."""
-    typical: float
+    quantiles: tuple[float, ...]
+    """Errors that `QUANTILE_SHARES` of the tokens do not exceed."""
     allowed: Threshold | None
     first_wrong: int | None = None
     """Index of the first token beyond the threshold; None if only the mean is beyond, or none."""
@@ -116,8 +120,8 @@ class Comparison:
         judged = [(self.worst, self.allowed.token)]
         if self.tokens >= MIN_MEAN_TOKENS:
             judged.append((self.mean, self.allowed.mean))
-        if self.tokens >= MIN_TYPICAL_TOKENS:
-            judged.append((self.typical, self.allowed.typical))
+        if self.tokens >= MIN_QUANTILE_TOKENS:
+            judged += zip(self.quantiles, self.allowed.quantiles, strict=True)
         return max(error / allowed if error else 0.0 for error, allowed in judged)
 
     def exceeds(self, honest: Comparison) -> bool:
@@ -125,11 +129,12 @@ class Comparison:
         return (
             self.worst > CLEAR_FACTOR * honest.worst
             or self.mean > CLEAR_FACTOR * honest.mean
-            or (
-                self.tokens >= MIN_TYPICAL_TOKENS
-                and self.typical > CLEAR_TYPICAL_FACTOR * honest.typical
-            )
+            or (self.tokens >= MIN_QUANTILE_TOKENS and self._has_larger_quantiles(honest))
         )
+
+    def _has_larger_quantiles(self, honest: Comparison) -> bool:
+        pairs = zip(self.quantiles, honest.quantiles, CLEAR_QUANTILE_FACTORS, strict=True)
+        return any(own > factor * other for own, other, factor in pairs)
 
     def is_confirmed_by(self, other: Comparison, own: Comparison) -> bool:
         """Whether this failed, and so did the `other` comparison, with a second computation.
@@ -149,23 +154,24 @@ def judge(errors: torch.Tensor, tokens: int, scheme: str, allowed: Threshold | N
     # One of all is judged as a mean is.
     clip = math.inf if allowed is None or len(errors) < tokens else allowed.clip
     worst, mean = float(errors.max()), float(errors.clamp(max=clip).mean())
-    typical = typical_error(errors)
+    quantiles = error_quantiles(errors)
     if allowed is None:
-        return Comparison("uncalibrated", scheme, tokens, worst, mean, typical, None)
+        return Comparison("uncalibrated", scheme, tokens, worst, mean, quantiles, None)
     wrong = (errors > allowed.token).nonzero().flatten()
     first = int(wrong[0]) if len(wrong) else None
     is_wrong = (
         first is not None
         or (tokens >= MIN_MEAN_TOKENS and mean > allowed.mean)
-        or (tokens >= MIN_TYPICAL_TOKENS and typical > allowed.typical)
+        or (tokens >= MIN_QUANTILE_TOKENS and any(map(operator.gt, quantiles, allowed.quantiles)))
     )
     outcome: Outcome = "failed" if is_wrong else "passed"
-    return Comparison(outcome, scheme, tokens, worst, mean, typical, allowed, first)
+    return Comparison(outcome, scheme, tokens, worst, mean, quantiles, allowed, first)
 
 
-def typical_error(errors: torch.Tensor) -> float:
-    """The error that `TYPICAL_SHARE` of the tokens do not exceed."""
-    return float(errors.kthvalue(math.ceil(TYPICAL_SHARE * len(errors))).values)
+def error_quantiles(errors: torch.Tensor) -> tuple[float, ...]:
+    """The errors that `QUANTILE_SHARES` of the tokens do not exceed."""
+    ordered = errors.sort().values
+    return tuple(float(ordered[math.ceil(share * len(errors)) - 1]) for share in QUANTILE_SHARES)
 
 
 def compare(
@@ -240,10 +246,12 @@ def _load_thresholds(scheme: str) -> Mapping[ComputationKind, Mapping[int, Thres
     for row in rows:
         if row["scheme"] != scheme:
             continue
-        for codec, (token, mean, clip, typical) in row["codecs"].items():
+        for codec, (token, mean, clip, *quantiles) in row["codecs"].items():
             kind = ComputationKind(
                 row["family"], row["dtype"], row["quantization"], row["backend"], codec
             )
             by_length = found.setdefault(kind, {})
-            by_length[row["blocks"]] = Threshold(token, mean, clip, row["fitted_tokens"], typical)
+            by_length[row["blocks"]] = Threshold(
+                token, mean, clip, row["fitted_tokens"], tuple(quantiles)
+            )
     return found

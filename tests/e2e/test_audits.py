@@ -141,6 +141,26 @@ def test_reused_prefixes_and_rollbacks_are_audited(
         assert audit_outcomes(model) == {"passed": 12}
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_prefixes_that_came_over_lossy_links_are_not_judged(
+    llama: Path, tmp_path: Path, route: RouteName
+) -> None:
+    """The inputs that the nodes had then are not known: honest ones would seem wrong."""
+    prompt = random_ids(1, 80)
+    with (
+        in_process_swarm(llama, thirds(BLOCKS), tmp_path) as addresses,
+        joined(llama, addresses, route, audit=1.0, quality="int8") as model,
+    ):
+        for ids in (prompt, torch.cat([prompt[:, :70], random_ids(1, 9, seed=5)], 1)):
+            model.generate(ids, **OPTIONS)
+        model.close()
+        found = audit_outcomes(model)
+        # Some may be near enough.
+        assert found["passed"] >= 3
+        assert sum(found.values()) == 6
+        assert found.keys() == {"passed", "not audited"}
+
+
 def only_at(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, at: Span, change: Callable[..., Any]
 ) -> None:

@@ -31,6 +31,7 @@ from nesa_node.client.verification.session_audit import (
     SessionAudit,
     SessionAuditor,
 )
+from nesa_node.compression.codecs import UNCOMPRESSED
 from nesa_node.compression.tensors import decode, encode
 from nesa_node.core.decision_log import DecisionLog, LoggedDecision
 from nesa_node.core.errors import NesaError, WrongActivationsError
@@ -78,7 +79,7 @@ class AuditRecord:
     tokens: int = 0
     worst: float | None = None
     mean: float | None = None
-    typical: float | None = None
+    quantiles: tuple[float, ...] = ()
     of_allowed: float | None = None
     position: int | None = None
     """First token whose error alone is too large."""
@@ -327,15 +328,21 @@ class Auditor(SessionAuditor):
         )
 
     def _describe(self, work: HopWork, hop: Hop, found: Comparison) -> AuditRecord:
-        is_unclear = found.outcome == "failed" and not work.is_own
         first = found.first_wrong
-        reason = "its cache had tokens of an earlier session or node" if is_unclear else ""
+        outcome: AuditOutcome = found.outcome
+        reason = ""
+        if found.outcome == "failed" and not work.is_own:
+            outcome = "unclear"
+            reason = "its cache had tokens of an earlier session or node"
+            if work.codec != UNCOMPRESSED:
+                # An honest node may have had other inputs than those that are known here.
+                outcome, reason = "not audited", f"{reason}, whose links lost something"
         return replace(
-            self._record(hop, "unclear" if is_unclear else found.outcome, reason),
+            self._record(hop, outcome, reason),
             tokens=found.tokens,
             worst=found.worst,
             mean=found.mean,
-            typical=found.typical,
+            quantiles=found.quantiles,
             of_allowed=found.of_allowed,
             position=None if first is None else work.rows[found.row].positions[first],
         )
@@ -368,7 +375,7 @@ class Auditor(SessionAuditor):
 
 def _pass_through_codec(output_TD: torch.Tensor, codec: str) -> torch.Tensor:
     """`output_TD` as a receiver decodes it from the codec."""
-    if codec == "none":
+    if codec == UNCOMPRESSED:
         return output_TD
     meta, payload = encode(output_TD, codec=codec)
     return decode(meta, payload, max_bytes=meta.max_nbytes)

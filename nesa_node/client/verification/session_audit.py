@@ -21,7 +21,6 @@ from nesa_node.compression.codecs import EXACT, codec_name
 from nesa_node.core.errors import (
     NesaError,
     ProtocolError,
-    RemoteError,
     WrongActivationsError,
 )
 from nesa_node.core.ids import PeerId, Span
@@ -123,7 +122,7 @@ class SessionAudit:
         if self._request.adapter:
             raise NotAuditedError("sessions with an adapter are not audited")
         # Sealed first: what is asked for next tells the node that it is audited.
-        seal = await link.request_seal()
+        seal = await self._request_seal(link)
         inputs = await self._find_inputs(link, lengths)
         outputs = await self._find_outputs(link, lengths)
         sealed = open_seal(seal, link.hop.peer_id)
@@ -141,12 +140,20 @@ class SessionAudit:
             sealed=SealedWith(seal, link.secret, tuple(link.start_lengths)),
         )
 
+    async def _request_seal(self, link: HopLink) -> Seal:
+        try:
+            return await link.request_seal()
+        except ProtocolError as error:
+            if link.is_lost:
+                raise
+            raise SealMismatchError(f"it does not seal what it did: {error}") from error
+
     async def _find_inputs(self, link: HopLink, lengths: Sequence[int]) -> list[_Part]:
         if (before := self._node_before(link)) is None:
             return await read_buffer(self._replay.inputs_of(link), lengths)
         try:
             return await self._have_disclosed(before, lengths)
-        except RemoteError as error:
+        except ProtocolError as error:
             peer = before.hop.peer_id
             raise NotAuditedError(f"{peer} before it disclosed nothing: {error}") from error
 
@@ -155,8 +162,8 @@ class SessionAudit:
             return await read_buffer(kept, lengths)
         try:
             return await self._have_disclosed(link, lengths)
-        except RemoteError as error:
-            what = f"it discloses nothing of what it sealed: {error}"
+        except ProtocolError as error:
+            what = f"it does not disclose what it sealed: {error}"
             raise SealMismatchError(what) from error
 
     def _node_before(self, link: HopLink) -> HopLink | None:
@@ -179,6 +186,8 @@ class SessionAudit:
             shape = sum(part.count for part in message.rows), self._request.hidden_size
             if (message.tensor.dtype, message.tensor.shape) != (self._request.dtype, shape):
                 raise ProtocolError("bad_tensor", "what was disclosed has another shape")
+            if not all(_is_within(part, rows) for part in message.rows):
+                raise ProtocolError("bad_rows", "other positions were disclosed than asked for")
             values_TD = tensors.decode(message.tensor, payload, max_bytes=message.tensor.max_nbytes)
             parts += _split_rows(message.rows, values_TD)
         return parts
@@ -319,6 +328,15 @@ async def read_buffer(kept: ReplayBuffer, until: Sequence[int]) -> list[_Part]:
         step = await held.materialize()
         parts += _split_rows(step.rows, step.decode())
     return parts
+
+
+def _is_within(part: RowSlice, rows: Sequence[RowSlice]) -> bool:
+    return any(
+        part.row == whole.row
+        and part.position >= whole.position
+        and part.position + part.count <= whole.position + whole.count
+        for whole in rows
+    )
 
 
 def _split_rows(rows: Iterable[RowSlice], values_TD: torch.Tensor) -> list[_Part]:
