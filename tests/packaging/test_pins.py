@@ -34,7 +34,7 @@ def test_each_package_of_the_image_has_a_hash_and_the_tested_version() -> None:
 def test_whatever_the_package_needs_is_pinned_but_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *extras["node"], *extras["otel"]]
+    needed = [*project["dependencies"], *extras["node"], *extras["otel"], *extras["attestation"]]
     names = {canonicalize_name(Requirement(each).name) for each in needed}
     assert names - _pinned().keys() == {"torch"}
 
@@ -48,4 +48,4 @@ def test_the_image_takes_nothing_without_a_hash_before_the_wheel() -> None:
 
 def test_the_image_is_one_of_a_node() -> None:
     dockerfile = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8")
-    assert re.findall(r"^ARG EXTRAS=(.*)$", dockerfile, re.M) == ["node,otel"] * 2
+    assert re.findall(r"^ARG EXTRAS=(.*)$", dockerfile, re.M) == ["node,otel,attestation"] * 2
