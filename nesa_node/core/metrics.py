@@ -237,7 +237,8 @@ SUSPICIONS = _counter(
 )
 AUDITS = _counter(
     "nesa_audits_total",
-    "Audits of nodes' work by outcome: passed, failed, unclear, uncalibrated or not audited.",
+    "Audits of nodes' work by outcome: passed, failed, unclear, disputed, outvoted, uncalibrated, "
+    "not audited.",
     labels=("model", "outcome"),
 )
 

@@ -140,6 +140,8 @@ class RemoteConnection:
             require_attested=None if attestor is None else attestor.require,
         )
         self._auditor = auditor
+        if auditor is not None:
+            auditor.avoid = self._planner.avoidance.record_failure
         may_ask = options.auditors == "nodes" or (options.auditors == "auto" and request.is_chain)
         if auditor is not None and may_ask:
             auditor.nodes = NodeRecomputation(swarm, request, self._planner)

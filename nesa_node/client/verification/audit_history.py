@@ -20,9 +20,12 @@ from nesa_node.core.logging import get_logger
 
 log = get_logger(__name__)
 
-AuditOutcome = Literal["passed", "failed", "unclear", "outvoted", "uncalibrated", "not audited"]
-"""An "unclear" one found an error that may be another node's. Most of the nodes that computed the
-same agree on something else than one that is "outvoted"."""
+AuditOutcome = Literal[
+    "passed", "failed", "unclear", "disputed", "outvoted", "uncalibrated", "not audited"
+]
+"""An "unclear" one found an error that may be another node's. "disputed": two neighbours say
+otherwise of what passed between them. Most of the nodes that computed the same agree on something
+else than one that is "outvoted"."""
 
 NEWCOMER_RATE_FACTOR = 10.0
 """How many times as often newcomers are drawn."""

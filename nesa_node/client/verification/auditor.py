@@ -11,7 +11,7 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from nesa_node.client.verification.node_recomputation import NodeRecomputation
 from nesa_node.client.verification.recomputation import missing_bytes, recompute
 from nesa_node.client.verification.referee import Referee, pick_known
 from nesa_node.client.verification.session_audit import (
+    DisputeError,
     HopWork,
     NotAuditedError,
     SealMismatchError,
@@ -90,7 +91,7 @@ class AuditRecord:
 
     def to_error(self) -> WrongActivationsError | None:
         """What is wrong with the session's work, if anything is."""
-        if self.outcome not in ("failed", "unclear"):
+        if self.outcome not in ("failed", "unclear", "disputed"):
             return None
         peer = self.peer if self.outcome == "failed" else None
         what = f"{self.peer} gave {self.describe_fault()}"
@@ -125,6 +126,9 @@ class Auditor(SessionAuditor):
         """Other nodes that may compute work again; None: none may."""
         self.prefers_nodes = False
         """Whether they do so even where this client has the weights."""
+        self.avoid: Callable[[PeerId], None] = lambda _: None
+        """Called with each of two nodes that contradict each other: other ones are to be preferred
+        for a while."""
         self.keep_session: Path | None = None
         """Folder for the work of audited hops, to be audited again; None: it is not kept."""
         self._checkpoint = checkpoint
@@ -163,6 +167,9 @@ class Auditor(SessionAuditor):
             except SealMismatchError as error:
                 record = self._record(link.hop, "failed", str(error))
                 started.append(self._start(self._finish(session.session, record)))
+            except DisputeError as error:
+                records = await self._resolve(session, error, lengths)
+                started += [self._start(self._finish(session.session, each)) for each in records]
             except (NesaError, OSError) as error:
                 record = self._record(link.hop, "not audited", str(error))
                 started.append(self._start(self._finish(session.session, record)))
@@ -172,6 +179,25 @@ class Auditor(SessionAuditor):
         if collected and self.keep_session is not None:
             await asyncio.to_thread(self._keep_work, self.keep_session, collected)
         return [task for task in started if task is not None]
+
+    async def _resolve(
+        self, session: SessionAudit, dispute: DisputeError, lengths: Sequence[int]
+    ) -> list[AuditRecord]:
+        """Of two nodes that contradict each other, the first may contradict its own seal, too."""
+        before, link = dispute.links
+        try:
+            async with peer_timeout(
+                before.hop.peer_id, COLLECT_TIMEOUT_S, "its work was collected"
+            ):
+                await session.collect(before, lengths)
+        except SealMismatchError as error:
+            records = [self._record(link.hop, "not audited", str(dispute))]
+            if not before.is_audited:  # else it fails by its own audit
+                records.append(self._record(before.hop, "failed", str(error)))
+            return records
+        except (NesaError, OSError) as error:
+            log.info("dispute_not_resolved", peer=before.hop.peer_id, reason=str(error))
+        return [self._record(each.hop, "disputed", str(dispute)) for each in dispute.links]
 
     def _start(
         self, audit: Coroutine[Any, Any, WrongActivationsError | None]
@@ -349,6 +375,8 @@ class Auditor(SessionAuditor):
 
     async def _finish(self, session: bytes, record: AuditRecord) -> WrongActivationsError | None:
         self.outcomes[record.outcome] += 1
+        if record.outcome == "disputed":
+            self.avoid(record.peer)
         if record.outcome in ("failed", "outvoted"):
             log.error("wrong_activations", **asdict(record))
         else:
@@ -362,7 +390,7 @@ class Auditor(SessionAuditor):
             self.history.record_passed(record.peer)
         elif record.outcome == "failed":
             self.history.bar(record.peer, record.describe_fault())
-        elif record.outcome in ("unclear", "outvoted"):
+        elif record.outcome in ("unclear", "disputed", "outvoted"):
             self.history.disown_caches(record.peer)
         if self._decisions is not None:
             try:

@@ -88,6 +88,15 @@ class SealMismatchError(NesaError):
     """A hop's seal is not of what it was sent or what it sent."""
 
 
+class DisputeError(NesaError):
+    """Two neighbours say otherwise of what passed between them: one of the two is wrong."""
+
+    def __init__(self, before: HopLink, link: HopLink) -> None:
+        peers = link.hop.peer_id, before.hop.peer_id
+        super().__init__("what {} sealed as its inputs is not what {} disclosed".format(*peers))
+        self.links = (before, link)
+
+
 _Part = tuple[RowSlice, torch.Tensor]
 """Consecutive positions of a row, and their values [L, D]."""
 
@@ -115,7 +124,8 @@ class SessionAudit:
         """The work of `link` on `lengths[row]` tokens of each row.
 
         Raises `NotAuditedError`, `SealMismatchError` where the hop's seal is of something else than
-        the client itself sent to it or had from it, and what requests to nodes raise.
+        the client itself sent to it or had from it, `DisputeError`, and what requests to nodes
+        raise.
         """
         if link.opened is None or link.opened.computation is None:
             raise NotAuditedError("its version seals nothing")
@@ -216,8 +226,10 @@ class SessionAudit:
                 what = f"row {row} is sealed with {given.length} tokens, it has {lengths[row]}"
                 raise mismatch(what)
             if given.inputs != known.inputs:
-                if self._node_before(link) is None:
+                if (before := self._node_before(link)) is None:
                     raise mismatch("its seal is not of what it was sent")
+                if is_plain:
+                    raise DisputeError(before, link)
                 raise NotAuditedError("its seal is not of what the node before it disclosed")
             if given.outputs != known.outputs:
                 what = "sent" if self._answers_client(link) else "disclosed"
