@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -158,4 +159,6 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    # So that it leaves the session and its temporary folders.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     train(sys.argv[1], sys.argv[2:])

@@ -244,6 +244,8 @@ class ReplayedNodes:
 class ReplayedSpan:
     """A `TrainingSpan` that takes its time, one pass after the other."""
 
+    lanes = 1
+
     def __init__(self, span: Span, forward_s: float, backward_s: float) -> None:
         self.span = span
         self._forward_s, self._backward_s = forward_s, backward_s
