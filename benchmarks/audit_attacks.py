@@ -163,6 +163,7 @@ def attacks(bench: Bench, inputs: Sequence[Tensor]) -> Mapping[str, Attack]:
         "echo": lambda: list(inputs),
         "random": changing(_random_like),
         "stale cache": changing(lambda output_TD: output_TD.roll(1, 0)),
+        "another session's": lambda: [*honest[1:], honest[0]],
         "short KV": lambda: bench.forget(blocks, inputs, 16),
         "LoRA": altered(alter=_add_lora),
         "one prompt token changed": lambda: bench.run(blocks, bench.with_other_token(inputs)),

@@ -16,19 +16,21 @@ from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.compression.tensors import HiddenStates, decode, encode
 from nesa_node.core.errors import ProtocolError, RefusedError, WrongActivationsError
 from nesa_node.core.ids import PeerId, Span
+from nesa_node.engine.cache.pages import PagePool
 from nesa_node.server.scheduler.session_queue import FinishedStep
 from nesa_node.server.session.output_sender import OutputSender
 from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.swarm.protocol.messages import RowSlice
 from nesa_node.swarm.protocol.seal_messages import Disclosed, Seal
 from nesa_node.swarm.protocol.stream import Stream
+from tests import swarms
 from tests.audit_outcomes import audit_outcomes
 from tests.client.local_models import random_ids
 from tests.e2e.joining import joined
 from tests.e2e.liars import calibrate_tiny_models, peer_of
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.same_tokens import assert_same_tokens
-from tests.swarms import in_process_swarm, thirds
+from tests.swarms import NodeThread, in_process_swarm, thirds
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 SESSIONS = 300
@@ -206,3 +208,44 @@ def test_a_node_with_two_faces_is_avoided(
         assert audit_outcomes(model) == {"disputed": 2, "passed": 5}
         assert not connection._auditor.history.barred
     assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_donor_of_a_wrong_cache_frames_not_its_successor(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """A node that leaves hands its sessions over, with other keys and values than it computed."""
+    calibrate_tiny_models(monkeypatch)
+    threads: list[NodeThread] = []
+
+    class NotedThread(NodeThread):
+        def __enter__(self) -> NodeThread:
+            threads.append(self)
+            return super().__enter__()
+
+    monkeypatch.setattr(swarms, "NodeThread", NotedThread)
+    export = PagePool.export_tokens
+    monkeypatch.setattr(PagePool, "export_tokens", lambda *args: 1.3 * export(*args))
+    spans, llama = thirds(BLOCKS), tiny("llama")
+    keys = {peer_of(tmp_path / f"node-{number}.key"): number for number in range(4)}
+    with (
+        in_process_swarm(llama, [*spans, spans[place]], tmp_path) as addresses,
+        joined(llama, addresses, "chain", audit=1.0) as model,
+        suppress(WrongActivationsError),
+        model.inference_session(max_length=128) as session,
+    ):
+        connection: Any = model._ensure_connection()
+        prompt = random_ids(1, 40)
+        tokens = model.generate(prompt, session=session, **OPTIONS)
+        (thread,) = threads
+        donor = session.hops[place].peer_id
+        thread._loop.call_soon_threadsafe(thread._stopping[keys[donor]].set)
+        while session.hops[place].peer_id == donor and tokens.shape[1] < 120:
+            more = {"max_new_tokens": 1, "do_sample": False}
+            tokens = model.generate(tokens, session=session, **more)
+        model.generate(tokens, session=session, max_new_tokens=4, do_sample=False)
+        assert session.hops[place].peer_id != donor
+        session.finish()
+    found = audit_outcomes(model)
+    assert found["unclear"] == 1, found
+    assert not connection._auditor.history.barred
