@@ -26,6 +26,7 @@ from nesa_node.client.training.training_chain import TrainingChain
 from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_nodes import TrainingNodes
 from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
+from nesa_node.client.verification.adapter_fetch import AdapterFetcher
 from nesa_node.client.verification.attestor import Attestor
 from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.client.verification.auditor import Auditor
@@ -142,6 +143,9 @@ class RemoteConnection:
         self._auditor = auditor
         if auditor is not None:
             auditor.avoid = self._planner.avoidance.record_failure
+            auditor.adapters = AdapterFetcher(
+                swarm, request.model_id, num_blocks, self.find_adapter
+            )
         may_ask = options.auditors == "nodes" or (options.auditors == "auto" and request.is_chain)
         if auditor is not None and may_ask:
             auditor.nodes = NodeRecomputation(swarm, request, self._planner)

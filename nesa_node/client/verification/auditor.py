@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from nesa_node.client.verification.adapter_fetch import AdapterFetcher
 from nesa_node.client.verification.audit_history import AuditHistory, AuditOutcome
 from nesa_node.client.verification.kept_session import KeptSession, write_session
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
@@ -38,6 +39,7 @@ from nesa_node.core.decision_log import DecisionLog, LoggedDecision
 from nesa_node.core.errors import NesaError, WrongActivationsError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
+from nesa_node.engine.adapters.peft_folder import PeftFolder
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.p2p.tasks import TaskSet
@@ -124,6 +126,8 @@ class Auditor(SessionAuditor):
         self.outcomes: Counter[AuditOutcome] = Counter()
         self.nodes: NodeRecomputation | None = None
         """Other nodes that may compute work again; None: none may."""
+        self.adapters: AdapterFetcher | None = None
+        """None: sessions with adapters are not audited."""
         self.prefers_nodes = False
         """Whether they do so even where this client has the weights."""
         self.avoid: Callable[[PeerId], None] = lambda _: None
@@ -270,6 +274,16 @@ class Auditor(SessionAuditor):
         return wrong
 
     async def _compute_again(self, work: HopWork, hop: Hop) -> list[AuditRecord]:
+        if not work.adapter:
+            return await self._compute_with(work, hop, None)
+        if self.adapters is None:
+            raise NotAuditedError("its adapter is not here")
+        async with self.adapters.fetched(work.adapter) as adapter:
+            return await self._compute_with(work, hop, adapter)
+
+    async def _compute_with(
+        self, work: HopWork, hop: Hop, adapter: PeftFolder | None
+    ) -> list[AuditRecord]:
         missing = await asyncio.to_thread(missing_bytes, self._checkpoint, work)
         if missing or self.prefers_nodes:
             if self.nodes is None:
@@ -277,8 +291,8 @@ class Auditor(SessionAuditor):
                     f"its weights, {missing:,} bytes, are not here, and other nodes are not to see "
                     "the hidden states of this session (--auditors nodes)"
                 )
-            return await self._audit_at_node(work, hop, self.nodes)
-        found, excused = await asyncio.to_thread(self._compare, work)
+            return await self._audit_at_node(work, hop, self.nodes, adapter)
+        found, excused = await asyncio.to_thread(self._compare, work, adapter)
         record = self._describe(work, hop, found)
         return [replace(record, excused=excused)]
 
@@ -287,7 +301,7 @@ class Auditor(SessionAuditor):
         return Measure(self._scheme, secrets.token_bytes(SEED_BYTES))
 
     async def _audit_at_node(
-        self, work: HopWork, hop: Hop, nodes: NodeRecomputation
+        self, work: HopWork, hop: Hop, nodes: NodeRecomputation, adapter: PeftFolder | None
     ) -> list[AuditRecord]:
         if any(len(row.prefix_LD) for row in work.rows):
             raise NotAuditedError("the inputs of a reused prefix are not known")
@@ -296,7 +310,7 @@ class Auditor(SessionAuditor):
             raise NotAuditedError("no other node has all its blocks in this kind of weights")
         other = holders[0]
         inputs = [row.inputs_LD for row in work.rows]
-        outputs = await nodes.run(other, work.span, inputs, work.computation)
+        outputs = await nodes.run(other, work.span, inputs, work.computation, work.adapter)
         kind = self.kind_of(work.computation, work.codec)
         measure = self._draw_measure()
         found = compare_rows(
@@ -313,7 +327,7 @@ class Auditor(SessionAuditor):
                 f"{other} disagrees, but which of a mixture's tokens are undecided between experts "
                 "is known only where this client computes them"
             )
-        referee = Referee(self._checkpoint, nodes, measure)
+        referee = Referee(self._checkpoint, nodes, measure, adapter)
         liar = await referee.find_liar(work, replace(kind, codec="none"), other, outputs)
         failed = self._record(Hop(liar.peer, liar.span), "failed", liar.reason)
         if liar.peer == work.peer:
@@ -321,13 +335,13 @@ class Auditor(SessionAuditor):
         reason = f"{other}, which computed it again, did so wrongly"
         return [self._record(hop, "not audited", reason), failed]
 
-    def _compare(self, work: HopWork) -> tuple[Comparison, int]:
+    def _compare(self, work: HopWork, adapter: PeftFolder | None) -> tuple[Comparison, int]:
         """Errors of `work`, and how many of its tokens are excused."""
         measure = self._draw_measure()
         kind = self.kind_of(work.computation, work.codec)
         allowed = find_threshold(kind, len(work.span), measure.scheme)
         rows = [row.outputs_PD for row in work.rows]
-        once = recompute(self._checkpoint, work)
+        once = recompute(self._checkpoint, work, adapter)
         given, expected = once.judged(rows, once.outputs)
         found = compare_rows(given, expected, allowed, measure)
         found = replace(found, row=once.judged_rows()[found.row])
@@ -335,7 +349,7 @@ class Auditor(SessionAuditor):
         if found.outcome != "failed":
             return found, excused
         # From weights that are read anew.
-        twice = recompute(self._checkpoint, work, by_token=True)
+        twice = recompute(self._checkpoint, work, adapter, by_token=True)
         given, expected, again = once.judged(rows, once.outputs, twice.outputs)
         as_sent = partial(_pass_through_codec, codec=work.codec)
         if not is_confirmed(given, expected, again, allowed, measure, as_sent=as_sent):

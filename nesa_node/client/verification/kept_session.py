@@ -56,6 +56,7 @@ class _KeptHop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: bytes
     start_lengths: Annotated[tuple[Count, ...], Meta(max_length=MAX_ROWS)]
     rows: Annotated[tuple[_KeptRow, ...], Meta(min_length=1, max_length=MAX_ROWS)]
+    adapter: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 class _KeptHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,6 +132,7 @@ def _kept_hop(work: HopWork, drawn_with: float) -> _KeptHop:
         computation=work.computation,
         codec=work.codec,
         is_own=work.is_own,
+        adapter=work.adapter,
         drawn_with=drawn_with,
         statement=work.sealed.seal.statement,
         signature=work.sealed.seal.signature,
@@ -206,6 +208,7 @@ def _read_hop(
         codec=hop.codec,
         rows=rows,
         is_own=hop.is_own,
+        adapter=hop.adapter,
         sealed=SealedWith(
             Seal(statement=hop.statement, signature=hop.signature), hop.secret, hop.start_lengths
         ),

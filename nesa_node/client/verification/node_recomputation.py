@@ -53,10 +53,11 @@ class NodeRecomputation:
         span: Span,
         inputs: Sequence[torch.Tensor],
         computation: Computation,
+        adapter: bytes = b"",
         *,
         by_token: bool = False,
     ) -> list[torch.Tensor]:
-        """Outputs [L, D] of `span` at `peer` for each row of `inputs` [L, D].
+        """Outputs [L, D] of `span` with an adapter at `peer`, for each row of `inputs` [L, D].
 
         In one step, or `by_token`, which rounds otherwise.
 
@@ -77,6 +78,7 @@ class NodeRecomputation:
             span=span,
             rows=len(inputs),
             max_tokens=max(map(len, inputs)),
+            adapter=adapter,
             allowed_peers=frozenset({peer}),
             prefix=(),
             prompt_tokens=0,

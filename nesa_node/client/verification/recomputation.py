@@ -21,6 +21,8 @@ from nesa_node.client.verification.session_audit import HopWork, NotAuditedError
 from nesa_node.compression.tensors import DTYPES
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.choices import QuantType
+from nesa_node.engine.adapters.peft_folder import PeftFolder
+from nesa_node.engine.adapters.served_adapter import ServedAdapter
 from nesa_node.engine.cache.pages import PAGE_TOKENS, pages_for
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks
@@ -69,12 +71,18 @@ def missing_bytes(checkpoint: Checkpoint, work: HopWork) -> int:
     return sum(checkpoint.download_sizes(skeleton.source_names(names)).values())
 
 
-def recompute(checkpoint: Checkpoint, work: HopWork, *, by_token: bool = False) -> Recomputation:
-    """Compute the outputs of each row in the hop's own kind of computation.
+def recompute(
+    checkpoint: Checkpoint,
+    work: HopWork,
+    adapter: PeftFolder | None = None,
+    *,
+    by_token: bool = False,
+) -> Recomputation:
+    """Compute the outputs of each row in the hop's own kind of computation, with the adapter.
 
     By one prefill, or `by_token`, which rounds otherwise and takes as long as a session. One block
-    is in memory at a time. Blocks the thread. Raises what `load_blocks` raises, and
-    `NotAuditedError` for a quantization that is unknown here.
+    is in memory at a time. Blocks the thread. Raises what `load_blocks` and `load_adapter` raise,
+    and `NotAuditedError` for a quantization that is unknown here.
     """
     declared = work.computation
     if declared.quantization not in get_args(QuantType):
@@ -96,9 +104,10 @@ def recompute(checkpoint: Checkpoint, work: HopWork, *, by_token: bool = False) 
             device="cpu",
             quant_type=cast(QuantType, declared.quantization),
         )
+        served = None if adapter is None else blocks.load_adapter(adapter)
         for row, hidden_LD in enumerate(hidden):
             with _ties_of_routers(checkpoint, blocks) as ties:
-                hidden[row] = _run_row(blocks, hidden_LD, by_token=by_token)
+                hidden[row] = _run_row(blocks, hidden_LD, served, by_token=by_token)
             if ties:
                 tied_L = torch.cat(ties)
                 if block == span.end - 1:
@@ -138,7 +147,9 @@ def _note_ties(
     ties.append(gaps_T < closeness * logits_TE.abs().amax(1))
 
 
-def _run_row(blocks: ModelBlocks, hidden_LD: Tensor, *, by_token: bool) -> Tensor:
+def _run_row(
+    blocks: ModelBlocks, hidden_LD: Tensor, adapter: ServedAdapter | None, *, by_token: bool
+) -> Tensor:
     if not len(hidden_LD):
         return hidden_LD
     pages = pages_for(len(hidden_LD))
@@ -147,4 +158,6 @@ def _run_row(blocks: ModelBlocks, hidden_LD: Tensor, *, by_token: bool) -> Tenso
     with closing(blocks.new_pool(pages * PAGE_TOKENS).reserve(pages)) as reservation:
         table = reservation.new_table()
         table.reserve(len(hidden_LD))
-        return torch.cat([blocks.forward(chunk, [RowChunk(table, len(chunk))]) for chunk in chunks])
+        return torch.cat(
+            [blocks.forward(chunk, [RowChunk(table, len(chunk), adapter)]) for chunk in chunks]
+        )

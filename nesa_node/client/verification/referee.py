@@ -19,6 +19,7 @@ from nesa_node.client.verification.node_recomputation import NodeRecomputation
 from nesa_node.client.verification.recomputation import missing_bytes, recompute
 from nesa_node.client.verification.session_audit import HopWork, NotAuditedError, RowWork
 from nesa_node.core.ids import PeerId, Span
+from nesa_node.engine.adapters.peft_folder import PeftFolder
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.verification.comparison import (
     ComputationKind,
@@ -46,10 +47,18 @@ class Verdict:
 class Referee:
     """Settles disputes between an audited node and one that computed its work again."""
 
-    def __init__(self, checkpoint: Checkpoint, nodes: NodeRecomputation, measure: Measure) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        nodes: NodeRecomputation,
+        measure: Measure,
+        adapter: PeftFolder | None,
+    ) -> None:
+        """`adapter` is that of the session."""
         self._checkpoint = checkpoint
         self._nodes = nodes
         self._measure = measure
+        self._adapter = adapter
 
     async def find_liar(
         self, work: HopWork, kind: ComputationKind, other: PeerId, outputs: Rows
@@ -109,7 +118,7 @@ class Referee:
                 f"{other} disagrees on block {block.start}, whose weights, {nbytes:,} bytes, are "
                 "not here"
             )
-        return (await asyncio.to_thread(recompute, self._checkpoint, alone)).outputs
+        return (await asyncio.to_thread(recompute, self._checkpoint, alone, self._adapter)).outputs
 
     async def _run_both(
         self, peers: tuple[PeerId, PeerId], span: Span, states: Rows, work: HopWork
@@ -122,7 +131,9 @@ class Referee:
     async def _run(
         self, peer: PeerId, span: Span, states: Rows, work: HopWork, *, by_token: bool = False
     ) -> Rows:
-        return await self._nodes.run(peer, span, states, work.computation, by_token=by_token)
+        return await self._nodes.run(
+            peer, span, states, work.computation, work.adapter, by_token=by_token
+        )
 
     def _differ(self, kind: ComputationKind, span: Span, given: Rows, expected: Rows) -> bool:
         allowed = find_threshold(kind, len(span), self._measure.scheme)

@@ -76,6 +76,8 @@ class HopWork:
     rows: tuple[RowWork, ...]
     is_own: bool
     """Whether the hop computed all of its cache in this session: else an error may be another's."""
+    adapter: bytes = b""
+    """Digest of the session's adapter; empty: none."""
     sealed: SealedWith | None = None
     """None where the work is no sealed one, such as a part of it."""
 
@@ -129,8 +131,6 @@ class SessionAudit:
         """
         if link.opened is None or link.opened.computation is None:
             raise NotAuditedError("its version seals nothing")
-        if self._request.adapter:
-            raise NotAuditedError("sessions with an adapter are not audited")
         # Sealed first: what is asked for next tells the node that it is audited.
         seal = await self._request_seal(link)
         inputs = await self._find_inputs(link, lengths)
@@ -147,6 +147,7 @@ class SessionAudit:
             codec=codec_family(self._request.options.quality),
             rows=rows,
             is_own=not any(link.start_lengths) and not any(len(row.prefix_LD) for row in rows),
+            adapter=self._request.adapter,
             sealed=SealedWith(seal, link.secret, tuple(link.start_lengths)),
         )
 

@@ -37,7 +37,9 @@ from nesa_node.engine.weights.adapter_files import (
     check_adapter_folder,
 )
 from nesa_node.server.adapters.store import AdapterStore
-from nesa_node.server.adapters.transfer import (
+from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, list_published
+from nesa_node.swarm.adapter_transfer import (
     AdapterPeer,
     file_bytes,
     find_holders,
@@ -45,8 +47,6 @@ from nesa_node.server.adapters.transfer import (
     receive_files,
     send_files,
 )
-from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
-from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, list_published
 from nesa_node.swarm.dht.adapter_notices import MAX_ADAPTER_BYTES, AdapterNotice, ListedAdapter
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import verify_adapter_proof
@@ -358,7 +358,8 @@ class AdapterServer:
             with self.store.incoming() as folder:
                 await receive_files(
                     stream,
-                    folder,
+                    folder / ADAPTER_CONFIG_FILE,
+                    folder / ADAPTER_WEIGHTS_FILE,
                     config_bytes=put.config_bytes,
                     weights_bytes=put.weights_bytes,
                     budget=self._budget,
@@ -437,7 +438,14 @@ class AdapterServer:
         for peer, addresses in holders.items():
             try:
                 with self._incoming(nbytes), self.store.incoming() as folder:
-                    await asking.get(peer, addresses, adapter.digest, nbytes, folder)
+                    await asking.get(
+                        peer,
+                        addresses,
+                        adapter.digest,
+                        nbytes,
+                        config=folder / ADAPTER_CONFIG_FILE,
+                        weights=folder / ADAPTER_WEIGHTS_FILE,
+                    )
                     await asyncio.to_thread(check_adapter_folder, folder, adapter.digest, layers)
                     await asyncio.to_thread(self.store.add, folder, adapter.digest, own)
                 await asyncio.to_thread(self.store.keep_notice, notice, sealed)

@@ -27,16 +27,18 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.settings.declaration import default_identity_path
 from nesa_node.engine.weights.adapter_files import (
+    ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,
     AdapterSummary,
+    check_adapter_folder,
     check_fits,
     find_linear_layers,
     read_adapter_folder,
     read_metrics,
 )
 from nesa_node.engine.weights.checkpoint import open_folder
-from nesa_node.server.adapters.transfer import AdapterPeer, find_holders
 from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, list_published
+from nesa_node.swarm.adapter_transfer import AdapterPeer, find_holders
 from nesa_node.swarm.dht.adapter_notices import (
     ADAPTER_MAX_TTL_S,
     ADAPTER_NAME_PATTERN,
@@ -128,8 +130,15 @@ class AdapterClient:
                 folder = Path(scratch) / "adapter"
                 folder.mkdir()
                 try:
-                    nbytes = adapter.listed.nbytes
-                    await self._asking.get(peer, addresses, adapter.digest, nbytes, folder)
+                    await self._asking.get(
+                        peer,
+                        addresses,
+                        adapter.digest,
+                        adapter.listed.nbytes,
+                        config=folder / ADAPTER_CONFIG_FILE,
+                        weights=folder / ADAPTER_WEIGHTS_FILE,
+                    )
+                    await asyncio.to_thread(check_adapter_folder, folder, adapter.digest)
                 except (PeerUnreachableError, ProtocolError, AdapterError) as error:
                     reason = str(error)
                     continue

@@ -23,10 +23,17 @@ from nesa_node.core.errors import (
     StreamClosedError,
 )
 from nesa_node.core.ids import PeerId
-from nesa_node.engine.weights.adapter_files import combine_digests, read_adapter_folder
-from nesa_node.server.adapters import adapter_server, transfer
+from nesa_node.engine.weights.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    check_adapter_folder,
+    combine_digests,
+    read_adapter_folder,
+)
+from nesa_node.server.adapters import adapter_server
 from nesa_node.server.adapters.adapter_server import AdapterServer, TransferLimits
-from nesa_node.server.adapters.transfer import AdapterPeer, receive_answer
+from nesa_node.swarm import adapter_transfer
+from nesa_node.swarm.adapter_transfer import AdapterPeer, receive_answer
 from nesa_node.swarm.dht.adapter_notices import AdapterNotice
 from nesa_node.swarm.dht.sealing import seal_statement
 from nesa_node.swarm.node import Swarm
@@ -94,7 +101,7 @@ class Attacker:
             await stream.send(AdapterPut(**{**fields, **changes}))
             await receive_answer(stream, AdapterWanted)
             for data in (config, weights):
-                await transfer._send_chunks(stream, data)
+                await adapter_transfer._send_chunks(stream, data)
             await receive_answer(stream, AdapterStored)
 
     async def put_folder(self, folder: Path, **changes: Any) -> str:
@@ -240,7 +247,7 @@ async def test_bytes_that_are_no_message_end_the_stream(attacker: Attacker) -> N
 async def test_a_sender_that_stops_midway_is_left(
     attacker: Attacker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "TRANSFER_GRACE_S", 0.3)
+    monkeypatch.setattr(adapter_transfer, "TRANSFER_GRACE_S", 0.3)
     config, weights, digest = written(tmp_path / "a")
     notice = attacker.notice(digest, len(config) + len(weights))
     async with attacker.stream() as stream:
@@ -289,18 +296,24 @@ async def test_a_client_takes_nothing_but_the_adapter_that_it_asked_for(
                 await stream.send(message)
 
         await node.transport.serve(ADAPTER_PROTOCOL, lie)
+
+        async def fetch(asking: AdapterPeer, folder: Path) -> None:
+            await asking.get(
+                node.transport.peer_id,
+                node.transport.addresses,
+                digest,
+                len(config) + len(weights),
+                config=folder / ADAPTER_CONFIG_FILE,
+                weights=folder / ADAPTER_WEIGHTS_FILE,
+            )
+            check_adapter_folder(folder, digest)
+
         asking = AdapterPeer(client, MODEL)
         for number in range(len(scripts)):
             folder = tmp_path / f"pulled-{number}"
             await asyncio.to_thread(folder.mkdir)
             with pytest.raises((ProtocolError, AdapterError, StreamClosedError)):
-                await asking.get(
-                    node.transport.peer_id,
-                    node.transport.addresses,
-                    digest,
-                    len(config) + len(weights),
-                    folder,
-                )
+                await fetch(asking, folder)
 
 
 def test_transfers_are_bounded_at_once_and_per_hour() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from nesa_node.core.errors import AdapterError, ConfigError, RemoteError, SwarmError
 from nesa_node.server.adapters.requests import AdapterClient
-from nesa_node.server.adapters.transfer import AdapterPeer
+from nesa_node.swarm.adapter_transfer import AdapterPeer
 from nesa_node.swarm.dht.adapter_notices import MAX_LISTED_ADAPTERS, AdapterNotice
 from nesa_node.swarm.node import Swarm, open_swarm
 from nesa_node.swarm.p2p.identity import Identity

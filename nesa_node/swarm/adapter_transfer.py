@@ -21,11 +21,6 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
-from nesa_node.engine.weights.adapter_files import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_WEIGHTS_FILE,
-    check_adapter_folder,
-)
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import adapter_proof
 from nesa_node.swarm.protocol.adapter_messages import (
@@ -94,21 +89,22 @@ async def _send_chunks(stream: Stream, data: bytes) -> None:
 
 async def receive_files(
     stream: Stream,
-    folder: Path,
+    config: Path,
+    weights: Path,
     *,
     config_bytes: int,
     weights_bytes: int,
     budget: MessageBudget | None = None,
 ) -> None:
-    """Receive both files into `folder`; no more is read or written than was announced.
+    """Receive both files, which are new; no more is read or written than was announced.
 
     `budget` limits how fast the sender is read. Raises `ProtocolError` for a sender that is too
     slow or sends anything else, `StreamClosedError`, and `OSError`.
     """
     try:
         async with asyncio.timeout(transfer_limit_s(config_bytes + weights_bytes)):
-            await _receive_file(stream, folder / ADAPTER_CONFIG_FILE, config_bytes, budget)
-            await _receive_file(stream, folder / ADAPTER_WEIGHTS_FILE, weights_bytes, budget)
+            await _receive_file(stream, config, config_bytes, budget)
+            await _receive_file(stream, weights, weights_bytes, budget)
     except TimeoutError:
         raise ProtocolError("transfer_timeout", f"{stream.peer} sends too slowly") from None
 
@@ -183,12 +179,18 @@ class AdapterPeer:
         return frozenset(each.hex() for each in held if not wanted or each in wanted)
 
     async def get(
-        self, peer: PeerId, addresses: Sequence[str], digest: str, nbytes: int, folder: Path
+        self,
+        peer: PeerId,
+        addresses: Sequence[str],
+        digest: str,
+        nbytes: int,
+        *,
+        config: Path,
+        weights: Path,
     ) -> None:
-        """Fetch an adapter of `nbytes` from a node into an empty folder, and check it.
+        """Fetch an adapter of `nbytes` from a node into two new files, which are to be checked.
 
-        Raises `PeerUnreachableError`, `ProtocolError`, `AdapterError` for files of another digest,
-        and `OSError`.
+        Raises `PeerUnreachableError`, `ProtocolError` and `OSError`.
         """
         async with self._stream(peer, addresses) as (stream, proof):
             wanted = bytes.fromhex(digest)
@@ -197,9 +199,12 @@ class AdapterPeer:
             if sizes.config_bytes + sizes.weights_bytes != nbytes:
                 raise ProtocolError("wrong_adapter", f"{peer} has another size of {digest}")
             await receive_files(
-                stream, folder, config_bytes=sizes.config_bytes, weights_bytes=sizes.weights_bytes
+                stream,
+                config,
+                weights,
+                config_bytes=sizes.config_bytes,
+                weights_bytes=sizes.weights_bytes,
             )
-        await asyncio.to_thread(check_adapter_folder, folder, digest)
 
     async def put(
         self,
