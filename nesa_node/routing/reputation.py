@@ -42,6 +42,10 @@ DRAIN_WEIGHT = 0.1
 """Weight of a planned exit, in failures: sessions are handed over, which costs a pause."""
 MAX_UNSEEN_UPTIME_S = 3600.0
 """Announced uptime that is accepted beyond the time observed locally."""
+PRIOR_AUDITS = 100
+"""Passed audits that an unknown node counts as having."""
+WRONG_SESSION_S, WRONG_SESSION_TOKENS = 10.0, 200
+"""Seconds to compute a session of so many tokens again."""
 _PENALTY_PER_BLAME_S = 10.0
 """Chain penalty in seconds per unit of blame."""
 # If two adjacent nodes stall only one may be at fault, and the client cannot tell which.
@@ -82,6 +86,16 @@ def blame_factor(blame: float) -> float:
 def blame_penalty_s(blame: float) -> float:
     """Penalty in seconds for chains through an accused node."""
     return _PENALTY_PER_BLAME_S * min(max(blame, 0.0), MAX_BLAME)
+
+
+def distrust_s(passed_audits: int) -> float:
+    """Expected seconds per token that a node costs whose work may be wrong, by its passed audits.
+
+    A session with a wrong node is computed once more: the recovery's seconds are lost, spread over
+    the session's tokens, with the probability of the rule of succession, one in a hundred for a
+    node of which nothing is known.
+    """
+    return WRONG_SESSION_S / (PRIOR_AUDITS + max(passed_audits, 0)) / WRONG_SESSION_TOKENS
 
 
 def clamp_uptime_s(claimed_s: float, known_s: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,11 @@ from typing import Any
 import pytest
 
 from nesa_node import publish_adapter
-from nesa_node.client.verification import auditor
-from nesa_node.client.verification.adapter_fetch import AdapterFetcher
+from nesa_node.client.verification import adapter_fetch, auditor
 from nesa_node.core.errors import RefusedError
 from nesa_node.core.settings.choices import RouteName
+from nesa_node.engine.weights.adapter_files import ADAPTER_WEIGHTS_FILE
+from nesa_node.swarm.adapter_transfer import AdapterPeer
 from tests.audit_outcomes import audit_outcomes
 from tests.client.local_models import random_ids
 from tests.e2e.joining import ROUTES, joined
@@ -104,24 +107,32 @@ def test_a_node_that_lies_is_named(
             assert connection._auditor.history.barred.keys() & own == {liar}
 
 
-def test_an_adapter_that_no_node_sends_is_told(
-    llama: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    publish: Publish,
+async def _find_nobody(*_: object) -> dict[str, object]:
+    return {}
+
+
+@pytest.mark.parametrize("trick", ["none has it", "another one is sent"])
+def test_without_the_adapter_nothing_is_audited(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish: Publish, trick: str
 ) -> None:
+    """A node that sends another adapter could have honest ones blamed."""
+    other = make_adapter(llama, tmp_path / "other", 2)
+    get = AdapterPeer.get
+
+    async def get_other(*args: Any, config: Path, weights: Path) -> None:
+        await get(*args, config=config, weights=weights)
+        await asyncio.to_thread(shutil.copy, other / ADAPTER_WEIGHTS_FILE, weights)
+
     with in_process_swarm(
         llama, thirds(BLOCKS), tmp_path, cache_dir=tmp_path / "cache"
     ) as addresses:
         publish(addresses)
-
-        async def nobody(*_: object) -> dict[str, object]:
-            return {}
-
-        monkeypatch.setattr("nesa_node.client.verification.adapter_fetch.find_holders", nobody)
         with joined(llama, addresses, "chain", audit=1.0, adapter="one") as model:
-            connection: Any = model._ensure_connection()
-            assert isinstance(connection._auditor.adapters, AdapterFetcher)
+            model.generate(random_ids(1, 8), max_new_tokens=1)  # nodes have fetched it
+            if trick == "none has it":
+                monkeypatch.setattr(adapter_fetch, "find_holders", _find_nobody)
+            else:
+                monkeypatch.setattr(AdapterPeer, "get", get_other)
             model.generate(random_ids(1, 8), **OPTIONS)
             model.close()
-            assert audit_outcomes(model) == {"not audited": 3}
+            assert audit_outcomes(model) == {"passed": 3, "not audited": 3}

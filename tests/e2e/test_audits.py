@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.choices import RouteName
 from nesa_node.server.session.output_sender import OutputSender
 from nesa_node.server.session.sealing import SessionSealer
+from nesa_node.swarm.dht.sealing import FailureReport
 from nesa_node.swarm.protocol.messages import RowSlice
 from nesa_node.swarm.protocol.seal_messages import Disclosed
 from nesa_node.verification import comparison
@@ -252,6 +253,7 @@ def test_a_liar_is_not_used_again(
         with joined(llama, addresses, route, audit=1.0) as model:
             with pytest.raises(RefusedError, match="wrong activations"):
                 model.generate(random_ids(1, 8), **OPTIONS)
+            _assert_reported(model, peer_of(tmp_path / "node-1.key"))
             model.close()
             assert audit_outcomes(model) == {"passed": 2, "failed": 1}
         with (
@@ -259,6 +261,18 @@ def test_a_liar_is_not_used_again(
             joined(llama, addresses, route),
         ):
             pass
+
+
+def _assert_reported(model: DistributedModelForCausalLM, liar: PeerId) -> None:
+    """The swarm is told, and believes it as little as any other report."""
+    connection: Any = model._ensure_connection()
+    reports: Sequence[FailureReport] = ()
+    while not reports:
+        time.sleep(0.1)
+        fetching = connection.swarm.notices.fetch(FailureReport, connection._request.model_id)
+        reports = model._loop.run(fetching)
+    (report,) = reports
+    assert [(each.peer, each.kind) for each in report.failures] == [(liar, "wrong")]
 
 
 @pytest.mark.parametrize("in_parts", [False, True])

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -138,11 +139,15 @@ class RemoteConnection:
             decisions=_decision_log(options),
             measure_speed=lambda node, request: measure_speed(swarm, node, request),
             barred=() if auditor is None else auditor.history.barred,
+            passed_audits=None if auditor is None else auditor.history.passed,
             require_attested=None if attestor is None else attestor.require,
         )
         self._auditor = auditor
         if auditor is not None:
             auditor.avoid = self._planner.avoidance.record_failure
+            auditor.report_wrong = partial(
+                swarm.failure_reporter.record_failure, request.model_id, kind="wrong"
+            )
             auditor.adapters = AdapterFetcher(
                 swarm, request.model_id, num_blocks, self.find_adapter
             )

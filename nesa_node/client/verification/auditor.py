@@ -133,6 +133,8 @@ class Auditor(SessionAuditor):
         self.avoid: Callable[[PeerId], None] = lambda _: None
         """Called with each of two nodes that contradict each other: other ones are to be preferred
         for a while."""
+        self.report_wrong: Callable[[PeerId], None] = lambda _: None
+        """Called with each node that failed, to tell the swarm: it avoids the node for a while."""
         self.keep_session: Path | None = None
         """Folder for the work of audited hops, to be audited again; None: it is not kept."""
         self._checkpoint = checkpoint
@@ -391,6 +393,8 @@ class Auditor(SessionAuditor):
         self.outcomes[record.outcome] += 1
         if record.outcome == "disputed":
             self.avoid(record.peer)
+        if record.outcome == "failed":
+            self.report_wrong(record.peer)
         if record.outcome in ("failed", "outvoted"):
             log.error("wrong_activations", **asdict(record))
         else:

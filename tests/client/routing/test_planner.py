@@ -120,6 +120,21 @@ WHOLE = (NodeState(PeerId("a"), Span(0, 4), decode_tokens_per_s=1.0),)
 SWARM = Snapshot(ModelId("tiny@0"), 4, WHOLE, taken_at=0.0)
 
 
+async def test_of_equal_nodes_one_that_passed_audits_is_chosen() -> None:
+    passed = {PeerId("b"): 300}
+    nodes = tuple(NodeState(PeerId(name), Span(0, 4), decode_tokens_per_s=1.0) for name in "abc")
+    snapshot = Snapshot(ModelId("tiny@0"), 4, nodes, taken_at=0.0)
+    planner = _planner_of(snapshot)
+    view = await planner.build_view(snapshot, _asked("none"), may_ping=True)
+    assert not planner.chain_request(view).penalties_s
+    planner.passed_audits = passed
+    penalties_s = planner.chain_request(view).penalties_s
+    assert penalties_s[PeerId("a")] == penalties_s[PeerId("c")] == 4 * penalties_s[PeerId("b")] > 0
+    # By less than a millisecond: speed matters more.
+    assert penalties_s[PeerId("a")] < 1e-3
+    await planner.close()
+
+
 @pytest.mark.parametrize("quality", ["exact", "none"])
 async def test_without_compression_a_token_is_counted_as_it_is(quality: str) -> None:
     planner = _planner_of(SWARM)
