@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.session import hop_opening
 from nesa_node.client.verification import auditor
 from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
@@ -22,10 +23,11 @@ from nesa_node.compression.tensors import TensorMeta, encode
 from nesa_node.core.errors import ProtocolError, RefusedError, WrongActivationsError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.choices import RouteName
+from nesa_node.server.session import sealing, session_server
 from nesa_node.server.session.output_sender import OutputSender
 from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.swarm.dht.sealing import FailureReport
-from nesa_node.swarm.protocol.messages import RowSlice
+from nesa_node.swarm.protocol.messages import Opened, RowSlice
 from nesa_node.swarm.protocol.seal_messages import Disclosed
 from nesa_node.verification import comparison
 from nesa_node.verification.comparison import ComputationKind, Threshold
@@ -325,6 +327,46 @@ def test_a_star_is_not_shown_to_other_nodes_unasked(
                 model.generate(random_ids(1, 8), **OPTIONS)
                 model.close()
                 assert audit_outcomes(model) == {expected: 3}
+
+
+BEFORE_SEALS = (1, 6)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_nodes_of_a_version_before_seals_are_used_and_not_audited(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: RouteName
+) -> None:
+    def opened_before(**fields: Any) -> Opened:
+        return Opened(**fields | {"version": BEFORE_SEALS, "nonce": b"", "computation": None})
+
+    monkeypatch.setattr(session_server, "Opened", opened_before)
+    prompt = random_ids(1, 8)
+    with (
+        in_process_swarm(llama, thirds(BLOCKS), tmp_path) as addresses,
+        joined(llama, addresses, route, audit=1.0) as model,
+    ):
+        tokens = model.generate(prompt, **OPTIONS)
+        model.close()
+        assert audit_outcomes(model) == {"not audited": 3}
+    assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_for_clients_of_a_version_before_seals_nothing_is_hashed(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: RouteName
+) -> None:
+    def hash_nothing(*_: Any) -> None:
+        raise AssertionError("a seal is made")
+
+    monkeypatch.setattr(hop_opening, "VERSION", BEFORE_SEALS)
+    monkeypatch.setattr(sealing, "SessionSeals", hash_nothing)
+    prompt = random_ids(1, 8)
+    with (
+        in_process_swarm(llama, thirds(BLOCKS), tmp_path) as addresses,
+        joined(llama, addresses, route) as model,
+    ):
+        tokens = model.generate(prompt, **OPTIONS)
+    assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
 
 
 @pytest.mark.slow
