@@ -37,6 +37,11 @@ SESSIONS = 300
 Disclosures = list[tuple[Disclosed, bytes]]
 
 
+@pytest.fixture(autouse=True)
+def _no_other_tests_liars_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
 class Framer:
     """The node of the blocks `at`, which does something else in each session."""
 
