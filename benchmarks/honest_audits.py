@@ -202,7 +202,7 @@ def make_work(
         session=b"",
         first_block=span.start,
         computation=Computation(
-            dtype=str(blocks.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            dtype=str(blocks.dtype).removeprefix("torch."),  # type: ignore[arg-type]  # one of `Dtype`
             quantization=quant_type,
             backend="cpu",
         ),

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from nesa_node.core.ids import PeerId
+from nesa_node.routing.chain_request import RECOVERY_S, TOKENS_PER_SESSION
 from nesa_node.topology.snapshot import NodeState
 
 BLAME_HALF_LIFE_S = 60.0
@@ -44,8 +45,6 @@ MAX_UNSEEN_UPTIME_S = 3600.0
 """Announced uptime that is accepted beyond the time observed locally."""
 PRIOR_AUDITS = 100
 """Passed audits that an unknown node counts as having."""
-WRONG_SESSION_S, WRONG_SESSION_TOKENS = 10.0, 200
-"""Seconds to compute a session of so many tokens again."""
 _PENALTY_PER_BLAME_S = 10.0
 """Chain penalty in seconds per unit of blame."""
 # If two adjacent nodes stall only one may be at fault, and the client cannot tell which.
@@ -91,11 +90,11 @@ def blame_penalty_s(blame: float) -> float:
 def distrust_s(passed_audits: int) -> float:
     """Expected seconds per token that a node costs whose work may be wrong, by its passed audits.
 
-    A session with a wrong node is computed once more: the recovery's seconds are lost, spread over
-    the session's tokens, with the probability of the rule of succession, one in a hundred for a
-    node of which nothing is known.
+    A session with a wrong node is computed once more, which is taken to cost what a lost node
+    does, with the probability of the rule of succession: one in a hundred for a node of which
+    nothing is known.
     """
-    return WRONG_SESSION_S / (PRIOR_AUDITS + max(passed_audits, 0)) / WRONG_SESSION_TOKENS
+    return RECOVERY_S / (PRIOR_AUDITS + max(passed_audits, 0)) / TOKENS_PER_SESSION
 
 
 def clamp_uptime_s(claimed_s: float, known_s: float) -> float:

@@ -184,9 +184,9 @@ class ChainPlanner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`barred` nodes are never used, and those with fewer `passed_audits` less gladly; both may
-        change. `require_attested` raises `RefusedError` for
-        nodes that are not to be used, after asking them. Without `measure_speed`, records are
-        believed. Raises `ConfigError` for an unknown strategy.
+        change. `require_attested` raises `RefusedError` for nodes that are not to be used, after
+        asking them. Without `measure_speed`, records are believed. Raises `ConfigError` for an
+        unknown strategy.
         """
         self.barred = barred
         self.passed_audits = passed_audits
