@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nesa_node.api.models.discovery import AnnouncedModel
 from nesa_node.client.model.activity import SessionActivity
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.engine.model.compiled_step import CompiledDecoder
 from nesa_node.server.node import span_speed
 from tests.api.live import live_gateway
@@ -27,8 +28,9 @@ REQUESTS = 3
 """Of each kind."""
 FREE_WITHIN_S = 10.0
 OURS = ("nesa_node.api.", "nesa_node.client.", "nesa_node.core.errors")
-KEPT = (SessionActivity, AnnouncedModel)
-"""A bounded list of what was, and the gateway's last look at each model."""
+KEPT = (SessionActivity, AnnouncedModel, AuditHistory)
+"""A bounded list of what was, and the gateway's last look at each model and at the audits' file,
+which its dashboard reads again when an audit has written there."""
 
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 KINDS: dict[str, dict[str, Any]] = {
