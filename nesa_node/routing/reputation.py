@@ -45,6 +45,8 @@ MAX_UNSEEN_UPTIME_S = 3600.0
 """Announced uptime that is accepted beyond the time observed locally."""
 PRIOR_AUDITS = 100
 """Passed audits that an unknown node counts as having."""
+MAX_LOST_AUDITS = 3
+"""Audits in a row that a node's lost connections prevented, from which on it is a last resort."""
 _PENALTY_PER_BLAME_S = 10.0
 """Chain penalty in seconds per unit of blame."""
 # If two adjacent nodes stall only one may be at fault, and the client cannot tell which.
@@ -87,14 +89,18 @@ def blame_penalty_s(blame: float) -> float:
     return _PENALTY_PER_BLAME_S * min(max(blame, 0.0), MAX_BLAME)
 
 
-def distrust_s(passed_audits: int) -> float:
+def distrust_s(passed_audits: int, lost_audits: int = 0) -> float:
     """Expected seconds per token that a node costs whose work may be wrong, by its passed audits.
 
     A session with a wrong node is computed once more, which is taken to cost what a lost node
     does, with the probability of the rule of succession: one in a hundred for a node of which
-    nothing is known.
+    nothing is known. `lost_audits` are those that the node prevented in a row, counted as failed
+    ones; from `MAX_LOST_AUDITS` on other nodes are used, where there are any.
     """
-    return RECOVERY_S / (PRIOR_AUDITS + max(passed_audits, 0)) / TOKENS_PER_SESSION
+    if lost_audits >= MAX_LOST_AUDITS:
+        return RECOVERY_S
+    seen = PRIOR_AUDITS + max(passed_audits, 0) + lost_audits
+    return RECOVERY_S * (1 + lost_audits) / seen / TOKENS_PER_SESSION
 
 
 def clamp_uptime_s(claimed_s: float, known_s: float) -> float:

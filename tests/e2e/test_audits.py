@@ -20,10 +20,15 @@ from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
 from nesa_node.client.verification.session_audit import HopWork
 from nesa_node.compression.tensors import TensorMeta, encode
-from nesa_node.core.errors import ProtocolError, RefusedError, WrongActivationsError
+from nesa_node.core.errors import (
+    ProtocolError,
+    RefusedError,
+    WrongActivationsError,
+)
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.choices import RouteName
 from nesa_node.server.session import sealing, session_server
+from nesa_node.server.session.message_loop import _SessionEnded
 from nesa_node.server.session.output_sender import OutputSender
 from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.swarm.dht.sealing import FailureReport
@@ -40,6 +45,8 @@ from tests.same_tokens import assert_same_tokens
 from tests.swarms import in_process_swarm, thirds
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+JOIN_S = 60.0
+"""For a client to learn of a new node."""
 FOUR_TOKENS = {"max_new_tokens": 4}
 
 
@@ -242,6 +249,45 @@ def test_a_node_that_floods_an_audit_is_dropped(
         model.generate(random_ids(1, 8), **OPTIONS)
         model.close()
         assert audit_outcomes(model) == {"passed": 1, "not audited": 2}
+
+
+def test_a_node_that_leaves_whenever_it_is_audited_is_left(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It passes for an honest one that is unlucky: it is not barred, and drawn until one passes."""
+    spans = thirds(BLOCKS)
+
+    evader: PeerId | None = None
+
+    def leave(make_seal: Callable[..., Any], sealer: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("requested") and sealer._identity.peer_id == evader:
+            raise _SessionEnded
+        return make_seal(sealer, *args, **kwargs)
+
+    only_at(monkeypatch, SessionSealer, "make_seal", spans[1], leave)
+    other = tmp_path / "other"
+    other.mkdir()
+    prompt = random_ids(1, 8)
+    with (
+        in_process_swarm(llama, spans, tmp_path) as addresses,
+        joined(llama, addresses, "chain", audit=1.0) as model,
+    ):
+        connection: Any = model._ensure_connection()
+        history: AuditHistory = connection._auditor.history
+        evader = peer_of(tmp_path / "node-1.key")
+        for lost in (1, 2, 3):
+            assert generate_once(model, prompt) is None
+            while history.lost.get(evader) != lost:
+                time.sleep(0.05)
+        assert not history.barred
+        assert history.draw_rate(evader, 0.01) == 1.0
+        with in_process_swarm(llama, [spans[1]], other, initial_peers=addresses):
+            honest = peer_of(other / "node-0.key")
+            deadline = time.monotonic() + JOIN_S
+            while not history.passed.get(honest):
+                assert time.monotonic() < deadline
+                assert generate_once(model, prompt) is None
+            model.close()
 
 
 @pytest.mark.parametrize("route", ROUTES)

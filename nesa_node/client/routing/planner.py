@@ -35,7 +35,6 @@ from nesa_node.routing.reputation import (
     FailurePenalties,
     SpeedClaims,
     blame_penalty_s,
-    distrust_s,
 )
 from nesa_node.routing.strategies import (
     DEFAULT_STRATEGY,
@@ -179,17 +178,17 @@ class ChainPlanner:
         decisions: DecisionLog | None = None,
         measure_speed: MeasureSpeed | None = None,
         barred: Collection[PeerId] = (),
-        passed_audits: Mapping[PeerId, int] | None = None,
+        distrust_s: Callable[[PeerId], float] | None = None,
         require_attested: RequireAttested | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`barred` nodes are never used, and those with fewer `passed_audits` less gladly; both may
-        change. `require_attested` raises `RefusedError` for nodes that are not to be used, after
+        """`barred` nodes, which may change, are never used; other nodes cost `distrust_s(peer)` more
+        per token. `require_attested` raises `RefusedError` for nodes that are not to be used, after
         asking them. Without `measure_speed`, records are believed. Raises `ConfigError` for an
         unknown strategy.
         """
         self.barred = barred
-        self.passed_audits = passed_audits
+        self.distrust_s = distrust_s
         self.require_attested = require_attested
         self._swarm = swarm
         self._clock = clock
@@ -366,9 +365,9 @@ class ChainPlanner:
             peer: self.avoidance.penalty_s(peer) + blame_penalty_s(view.blames.get(peer, 0.0))
             for peer in peers
         }
-        if self.passed_audits is not None:
+        if self.distrust_s is not None:
             for peer in peers:
-                penalties_s[peer] += distrust_s(self.passed_audits.get(peer, 0))
+                penalties_s[peer] += self.distrust_s(peer)
         return ChainRequest(
             span=request.span,
             bytes_per_token=request.hidden_size * tensors.DTYPES[request.dtype].itemsize,

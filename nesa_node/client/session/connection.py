@@ -139,7 +139,7 @@ class RemoteConnection:
             decisions=_decision_log(options),
             measure_speed=lambda node, request: measure_speed(swarm, node, request),
             barred=() if auditor is None else auditor.history.barred,
-            passed_audits=None if auditor is None else auditor.history.passed,
+            distrust_s=None if auditor is None else auditor.history.distrust_s,
             require_attested=None if attestor is None else attestor.require,
         )
         self._auditor = auditor

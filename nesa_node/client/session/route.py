@@ -49,6 +49,8 @@ class SessionRoute:
         self.epoch = 0
         self.num_builds = 0
         """How many times the route was built."""
+        self.lost_audits: list[HopLink] = []
+        """Links whose work was to be audited, and that failed before."""
         self.held_tokens: dict[HopLink, tuple[int, ...]] = {}
         """Tokens of each row that nodes hold which the last rebuild added or sent back; they need
         the rest."""
@@ -207,6 +209,9 @@ class SessionRoute:
     def _record_failures(self, links: Sequence[HopLink]) -> None:
         for link in links:
             if (failure := link.failure) is not None:
+                is_known = link in self.lost_audits
+                if link.is_audited and not failure.had_announced and not is_known:
+                    self.lost_audits.append(link)
                 self.selector.record_failure(
                     link.hop.peer_id,
                     failure.reason,

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from nesa_node.client.session.hop import HopLink
 from nesa_node.client.verification.adapter_fetch import AdapterFetcher
 from nesa_node.client.verification.audit_history import AuditHistory, AuditOutcome
 from nesa_node.client.verification.kept_session import KeptSession, write_session
@@ -158,7 +159,10 @@ class Auditor(SessionAuditor):
         self, session: SessionAudit, lengths: Sequence[int]
     ) -> list[asyncio.Task[WrongActivationsError | None]]:
         """See `SessionAuditor`."""
-        started = []
+        started = [
+            self._start(self._finish_lost(session.session, link, "it was lost during the session"))
+            for link in session.lost_links()
+        ]
         collected: list[HopWork] = []
         if not any(lengths):
             return []
@@ -177,8 +181,12 @@ class Auditor(SessionAuditor):
                 records = await self._resolve(session, error, lengths)
                 started += [self._start(self._finish(session.session, each)) for each in records]
             except (NesaError, OSError) as error:
-                record = self._record(link.hop, "not audited", str(error))
-                started.append(self._start(self._finish(session.session, record)))
+                if link.is_lost:
+                    finished = self._finish_lost(session.session, link, str(error))
+                else:
+                    record = self._record(link.hop, "not audited", str(error))
+                    finished = self._finish(session.session, record)
+                started.append(self._start(finished))
             else:
                 collected.append(work)
                 started.append(self._start(self._audit_work(work)))
@@ -388,6 +396,13 @@ class Auditor(SessionAuditor):
             of_allowed=found.of_allowed,
             position=None if first is None else work.rows[found.row].positions[first],
         )
+
+    async def _finish_lost(
+        self, session: bytes, link: HopLink, reason: str
+    ) -> WrongActivationsError | None:
+        record = self._record(link.hop, "not audited", reason)
+        await asyncio.to_thread(self.history.record_lost, link.hop.peer_id)
+        return await self._finish(session, record)
 
     async def _finish(self, session: bytes, record: AuditRecord) -> WrongActivationsError | None:
         self.outcomes[record.outcome] += 1

@@ -120,14 +120,19 @@ class SessionAudit:
         """Links to collect the work of: none where the session ended within a step."""
         if any(stage.in_flight for stage in self._replay.stages):
             return []
-        return [link for link in self._route.links if link.is_audited and not link.is_lost]
+        lost = self.lost_links()
+        return [link for link in self._route.links if link.is_audited and link not in lost]
+
+    def lost_links(self) -> list[HopLink]:
+        """Links whose work was to be audited, and that failed while the session went on."""
+        return self._route.lost_audits
 
     async def collect(self, link: HopLink, lengths: Sequence[int]) -> HopWork:
         """The work of `link` on `lengths[row]` tokens of each row.
 
         Raises `NotAuditedError`, `SealMismatchError` where the hop's seal is of something else than
         the client itself sent to it or had from it, `DisputeError`, and what requests to nodes
-        raise.
+        raise: `PeerUnreachableError` where a node is lost, `link.is_lost` if it is this one.
         """
         if link.opened is None or link.opened.computation is None:
             raise NotAuditedError("its version seals nothing")

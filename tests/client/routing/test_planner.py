@@ -18,6 +18,7 @@ from nesa_node.core.errors import PeerUnreachableError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chain_request import TOKENS_PER_SESSION, CostWeights
 from nesa_node.routing.chains import Hop
+from nesa_node.routing.reputation import MAX_LOST_AUDITS, distrust_s
 from nesa_node.routing.strategies import LatencyStrategy
 from nesa_node.routing.tuner import Tuning
 from nesa_node.swarm.dht.sealing import PlacementNotice
@@ -127,12 +128,18 @@ async def test_of_equal_nodes_one_that_passed_audits_is_chosen() -> None:
     planner = _planner_of(snapshot)
     view = await planner.build_view(snapshot, _asked("none"), may_ping=True)
     assert not planner.chain_request(view).penalties_s
-    planner.passed_audits = passed
+    planner.distrust_s = lambda peer: distrust_s(passed.get(peer, 0))
     penalties_s = planner.chain_request(view).penalties_s
     assert penalties_s[PeerId("a")] == penalties_s[PeerId("c")] == 4 * penalties_s[PeerId("b")] > 0
     # By less than a millisecond: speed matters more.
     assert penalties_s[PeerId("a")] < 1e-3
     await planner.close()
+
+
+def test_lost_audits_weigh_more_than_none_and_at_last_more_than_speed() -> None:
+    unknown_s, lost_s, left_s = (distrust_s(0, lost) for lost in (0, 1, MAX_LOST_AUDITS))
+    assert unknown_s < lost_s < 2 * unknown_s
+    assert left_s > 1.0
 
 
 @pytest.mark.parametrize("quality", ["exact", "none"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from nesa_node.client.verification import audit_history
 from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.ids import PeerId
 
-NODE, OTHER = PeerId("node"), PeerId("other")
+PAIR = NODE, OTHER = PeerId("node"), PeerId("other")
 
 
 def test_newcomers_are_drawn_ten_times_as_often(tmp_path: Path) -> None:
@@ -22,6 +24,38 @@ def test_newcomers_are_drawn_ten_times_as_often(tmp_path: Path) -> None:
     assert history.draw_rate(NODE, 0.01) == 0.01
     assert history.draw_rate(OTHER, 0.01) == pytest.approx(0.1)
     assert history.draw_rate(OTHER, 0.0) == 0.0
+
+
+def test_after_a_lost_audit_each_session_is_drawn_until_one_passes(tmp_path: Path) -> None:
+    path = tmp_path / "audits.db"
+    history = AuditHistory(path)
+    for _ in range(3):
+        history.record_passed(NODE)
+    history.record_lost(NODE)
+    for known in (history, AuditHistory(path)):
+        assert known.draw_rate(NODE, 0.01) == 1.0
+        assert known.draw_rate(NODE, 0.0) == 0.0
+        assert known.distrust_s(NODE) > known.distrust_s(OTHER)
+    history.record_lost(OTHER)
+    AuditHistory(path).record_passed(NODE)
+    assert AuditHistory(path).draw_rate(NODE, 0.01) == 0.01
+    assert AuditHistory(path).passed == {NODE: 4, OTHER: 0}
+    # Caches are as good as they were.
+    assert AuditHistory(path).disowned == 0
+
+
+def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "audits.db"
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute(
+            "create table peers (peer text primary key, passed integer not null default 0, "
+            "barred_for text not null default '', audited_at real not null)"
+        )
+        database.execute("insert into peers values (?, 2, '', 1.0), (?, 0, 'it lied', 2.0)", PAIR)
+    history = AuditHistory(path)
+    assert (history.passed[NODE], history.barred) == (2, {OTHER: "it lied"})
+    history.record_lost(NODE)
+    assert AuditHistory(path).lost == {NODE: 1, OTHER: 0}
 
 
 def test_another_process_of_the_user_knows_it(tmp_path: Path) -> None:
