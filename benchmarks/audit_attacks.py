@@ -32,7 +32,13 @@ from nesa_node.core.ids import Span
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import LocalCheckpoint, open_folder
-from nesa_node.verification.comparison import ComputationKind, find_threshold, judge
+from nesa_node.verification.comparison import (
+    Comparison,
+    ComputationKind,
+    find_threshold,
+    judge,
+    perturb,
+)
 from nesa_node.verification.schemes import DEFAULT_SCHEME, SCHEMES, SEED_BYTES
 
 DEFAULTS = Options(model="demo", runs=300, prompt_tokens=16, new_tokens=48)
@@ -58,8 +64,8 @@ class Session:
     input_TD: Tensor
     expected_TD: Tensor
     """By one prefill."""
-    again_TD: Tensor
-    """Token by token."""
+    further_TD: tuple[Tensor, Tensor]
+    """Token by token, and by one prefill of perturbed inputs."""
     seed: bytes
 
 
@@ -275,11 +281,16 @@ def _read_sessions(bench: Bench, options: Options) -> list[Session]:
         (states[start], states[end]) for states in compute_states(bench.checkpoint, blocks, texts)
     ]
     inputs = [input_TD for input_TD, _ in known]
-    again = run_in_batches(blocks.select(bench.span), inputs, 1, BATCH)
+    audited = blocks.select(bench.span)
+    further = zip(
+        run_in_batches(audited, inputs, 1, BATCH),
+        run_in_batches(audited, list(map(perturb, inputs)), tokens, 1),
+        strict=True,
+    )
     seeds = random.Random(options.seed)
     return [
-        Session(*each, again_TD, seeds.randbytes(SEED_BYTES))
-        for each, again_TD in zip(known, again, strict=True)
+        Session(*each, further_TD, seeds.randbytes(SEED_BYTES))
+        for each, further_TD in zip(known, further, strict=True)
     ]
 
 
@@ -297,12 +308,17 @@ class _Judge:
         self._seeds = [each.seed for each in sessions]
         make = self._scheme.sketch
         self._expected = [make(each.expected_TD, each.seed) for each in sessions]
-        self._again = [make(each.again_TD, each.seed) for each in sessions]
+        self._further = [
+            [make(each_TD, each.seed) for each_TD in each.further_TD] for each in sessions
+        ]
         self._own = {
             codec: [
-                self._scheme.errors(
-                    make(pass_through_codec(each.again_TD, codec), each.seed), expected
-                )
+                [
+                    self._scheme.errors(
+                        make(pass_through_codec(each_TD, codec), each.seed), expected
+                    )
+                    for each_TD in each.further_TD
+                ]
                 for each, expected in zip(sessions, self._expected, strict=True)
             ]
             for codec in CODECS
@@ -311,15 +327,17 @@ class _Judge:
     def finds(self, session: int, codec: str, sent_TD: Tensor) -> bool:
         """Whether outputs, decoded, count as wrong."""
         given = self._scheme.sketch(sent_TD, self._seeds[session])
-        found, other, own = (
-            judge(errors, len(sent_TD), self.name, self._allowed[codec])
-            for errors in (
-                self._scheme.errors(given, self._expected[session]),
-                self._scheme.errors(given, self._again[session]),
-                self._own[codec][session],
-            )
+        expected, further = self._expected[session], self._further[session]
+        errors = [self._scheme.errors(given, each) for each in (expected, *further)]
+        found, *others = (self._judge(each, sent_TD, codec) for each in errors)
+        own, sent = (
+            [self._judge(each, sent_TD, codec) for each in self._own[name][session]]
+            for name in ("none", codec)
         )
-        return found.is_confirmed_by(other, own)
+        return found.is_confirmed_by(others, own, sent, sent_TD.dtype)
+
+    def _judge(self, errors: Tensor, sent_TD: Tensor, codec: str) -> Comparison:
+        return judge(errors, len(sent_TD), self.name, self._allowed[codec])
 
 
 def _count_found(judges: Sequence[_Judge], outputs: Sequence[Tensor]) -> dict[str, dict[str, int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -36,6 +37,10 @@ CLEAR_FACTOR = 1.5
 CLEAR_QUANTILE_FACTORS = (1.2, 1.35, 1.5)
 """How much more than an auditor's own computations differ by an error must be, of a token and of
 means, or a quantile: those of two honest computations of a text are within a tenth to a fourth."""
+
+FLOAT32_MARGIN = 5.0
+"""By how much more in float32, whose rounding is far below any lie's error: inputs can be found for
+which single honest tokens differ by twice as much as an auditor's own computations."""
 
 Outcome = Literal["passed", "failed", "uncalibrated"]
 
@@ -124,24 +129,39 @@ class Comparison:
             judged += zip(self.quantiles, self.allowed.quantiles, strict=True)
         return max(error / allowed if error else 0.0 for error, allowed in judged)
 
-    def exceeds(self, honest: Comparison) -> bool:
-        """Whether this is clearly more than two honest computations of the same differ by."""
-        return (
-            self.worst > CLEAR_FACTOR * honest.worst
-            or self.mean > CLEAR_FACTOR * honest.mean
-            or (self.tokens >= MIN_QUANTILE_TOKENS and self._has_larger_quantiles(honest))
-        )
-
-    def _has_larger_quantiles(self, honest: Comparison) -> bool:
-        pairs = zip(self.quantiles, honest.quantiles, CLEAR_QUANTILE_FACTORS, strict=True)
-        return any(own > factor * other for own, other, factor in pairs)
-
-    def is_confirmed_by(self, other: Comparison, own: Comparison) -> bool:
-        """Whether this failed, and so did the `other` comparison, with a second computation.
-
-        `own` compares the two computations.
+    def of_clear(self, honest: Sequence[Comparison]) -> float:
+        """The worst of these errors as a multiple of what is clearly more than any of the `honest`
+        computations of the same differ by.
         """
-        return self.outcome == other.outcome == "failed" and self.exceeds(own)
+        factors = [CLEAR_FACTOR, CLEAR_FACTOR]
+        if self.tokens >= MIN_QUANTILE_TOKENS:
+            factors += CLEAR_QUANTILE_FACTORS
+        own = [max(errors) for errors in zip(*(each._errors() for each in honest), strict=True)]
+        # Without any own error, a difference is a clear one.
+        multiples = [
+            error / (factor * other) if other else math.inf
+            for error, factor, other in zip(self._errors(), factors, own, strict=False)
+            if error
+        ]
+        return max(multiples, default=0.0)
+
+    def _errors(self) -> tuple[float, ...]:
+        return self.worst, self.mean, *self.quantiles
+
+    def is_confirmed_by(
+        self,
+        others: Sequence[Comparison],
+        own: Sequence[Comparison],
+        sent: Sequence[Comparison],
+        dtype: torch.dtype,
+    ) -> bool:
+        """Whether this failed, clearly, and so did `others`, comparisons with further computations.
+
+        `own` compares these with the one of this; `sent` does so as the codec would have made them.
+        """
+        is_wrong = all(each.outcome == "failed" for each in (self, *others))
+        margin = FLOAT32_MARGIN if dtype is torch.float32 else 1.0
+        return is_wrong and self.of_clear(own) > margin and self.of_clear(sent) > 1
 
 
 def judge(errors: torch.Tensor, tokens: int, scheme: str, allowed: Threshold | None) -> Comparison:
@@ -205,25 +225,41 @@ def compare_rows(
 def is_confirmed(
     given: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
-    again: Sequence[torch.Tensor],
+    further: Sequence[Sequence[torch.Tensor]],
     allowed: Threshold | None,
     measure: Measure,
     *,
     as_sent: Callable[[torch.Tensor], torch.Tensor] = lambda output_TD: output_TD,
 ) -> bool:
-    """Whether `given` is wrong by two computations that round differently, and clearly so.
+    """Whether `given`, rows [T, D], is wrong by several computations, and clearly so.
 
-    A machine that computes may err, too, and a model be one whose honest errors are larger than
-    those of the models that were fitted. `as_sent` is what a codec made of `given`: computations
-    that differ by less than it loses tell little.
+    A machine that computes may err, too; a model may be one whose honest errors are larger than
+    those of the models that were fitted; and inputs may be made so that honest machines differ.
+    `further` are computations like `expected`, which round otherwise: token by token, and from
+    inputs that `perturb` changed. `as_sent` is what a codec made of `given`: computations that
+    differ by less than it loses tell little.
     """
-    for given_TD, expected_TD, again_TD in zip(given, expected, again, strict=True):
+    for given_TD, expected_TD, *further_TD in zip(given, expected, *further, strict=True):
         found = compare(given_TD, expected_TD, allowed, measure)
-        other = compare(given_TD, again_TD, allowed, measure)
-        own = compare(as_sent(again_TD), expected_TD, allowed, measure)
-        if found.is_confirmed_by(other, own):
+        others = [compare(given_TD, each_TD, allowed, measure) for each_TD in further_TD]
+        own = [compare(each_TD, expected_TD, allowed, measure) for each_TD in further_TD]
+        sent = [compare(as_sent(each_TD), expected_TD, allowed, measure) for each_TD in further_TD]
+        if found.is_confirmed_by(others, own, sent, given_TD.dtype):
             return True
     return False
+
+
+def perturb(values_LD: torch.Tensor) -> torch.Tensor:
+    """`values_LD`, each changed at random by at most half its dtype's relative precision.
+
+    Of ordinary values, outputs change as much as those of two honest machines differ; of values
+    whose rounding decides, by as much more. The noise is new each time, so that no inputs can be
+    made which it does not change.
+    """
+    generator = torch.Generator().manual_seed(secrets.randbits(63))
+    noise_LD = torch.rand(values_LD.shape, generator=generator, dtype=torch.float64) - 0.5
+    noise_LD *= torch.finfo(values_LD.dtype).eps
+    return (values_LD.double() * (1 + noise_LD)).to(values_LD.dtype)
 
 
 def find_threshold(

@@ -251,6 +251,7 @@ def test_a_node_that_floods_an_audit_is_dropped(
         assert audit_outcomes(model) == {"passed": 1, "not audited": 2}
 
 
+@pytest.mark.timeout(180)
 def test_a_node_that_leaves_whenever_it_is_audited_is_left(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

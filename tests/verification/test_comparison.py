@@ -23,6 +23,7 @@ from nesa_node.verification.comparison import (
     compare_rows,
     find_threshold,
     is_confirmed,
+    perturb,
 )
 from nesa_node.verification.schemes import SCHEMES
 
@@ -91,8 +92,8 @@ def test_a_clear_error_is_beyond_that_of_two_honest_computations() -> None:
     own = compare(shifted(expected_TD, [0.02] * 20), expected_TD, ALLOWED, RELATIVE)
     same = compare(shifted(expected_TD, [0.021] * 20), expected_TD, ALLOWED, RELATIVE)
     clear = compare(shifted(expected_TD, [0.04] * 20), expected_TD, ALLOWED, RELATIVE)
-    assert not same.exceeds(own)
-    assert clear.exceeds(own)
+    assert same.of_clear([own]) < 1
+    assert clear.of_clear([own]) > 1
 
 
 def test_quantiles_of_many_tokens_are_clear_sooner() -> None:
@@ -101,8 +102,8 @@ def test_quantiles_of_many_tokens_are_clear_sooner() -> None:
         compare(shifted(expected_TD, [error] * 64), expected_TD, ALLOWED, RELATIVE)
         for error in (0.01, 0.0119, 0.0121)
     )
-    assert not same.exceeds(own)
-    assert clear.exceeds(own)
+    assert same.of_clear([own]) < 1
+    assert clear.of_clear([own]) > 1
 
 
 def test_an_error_is_confirmed_by_the_row_that_has_it() -> None:
@@ -111,15 +112,44 @@ def test_an_error_is_confirmed_by_the_row_that_has_it() -> None:
     small, large = (shifted(expected_TD, [error] * 64) for error in (0.001, 0.02))
     wrong = shifted(expected_TD, [-0.02] * 64)
     both = [expected_TD, expected_TD]
-    assert is_confirmed([wrong, expected_TD], both, [small, large], ALLOWED, RELATIVE)
-    assert not is_confirmed([wrong, expected_TD], both, [large, small], ALLOWED, RELATIVE)
-    assert not is_confirmed([wrong], [expected_TD], [wrong], ALLOWED, RELATIVE)
+    assert is_confirmed([wrong, expected_TD], both, [[small, large]], ALLOWED, RELATIVE)
+    assert not is_confirmed([wrong, expected_TD], both, [[large, small]], ALLOWED, RELATIVE)
+    assert not is_confirmed([wrong], [expected_TD], [[wrong]], ALLOWED, RELATIVE)
+
+
+def test_an_error_is_confirmed_by_all_computations() -> None:
+    expected_TD = torch.randn((64, 8), generator=torch.Generator().manual_seed(0))
+    small, large = ([shifted(expected_TD, [error] * 64)] for error in (0.001, 0.02))
+    wrong, expected = [shifted(expected_TD, [-0.02] * 64)], [expected_TD]
+    assert is_confirmed(wrong, expected, [small, small], ALLOWED, RELATIVE)
+    # In float32, by more than in coarser dtypes.
+    near = [shifted(expected_TD, [0.005] * 64)]
+    assert not is_confirmed(wrong, expected, [small, near], ALLOWED, RELATIVE)
+    coarse = [[each.bfloat16() for each in rows] for rows in (wrong, expected, small, near)]
+    assert is_confirmed(coarse[0], coarse[1], coarse[2:], ALLOWED, RELATIVE)
+    assert not is_confirmed(wrong, expected, [small, large], ALLOWED, RELATIVE)
+    assert not is_confirmed(wrong, expected, [large, small], ALLOWED, RELATIVE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_are_perturbed_by_what_rounding_loses(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values_LD = torch.randn((50, 100), generator=generator).to(dtype)
+    changed_LD = perturb(values_LD)
+    assert changed_LD.dtype == dtype
+    moved_LD = (changed_LD.double() / values_LD.double() - 1).abs()
+    assert 0.2 < (moved_LD > 0).double().mean() < 0.8
+    assert float(moved_LD.max()) <= torch.finfo(dtype).eps
+    assert not torch.equal(perturb(values_LD), changed_LD)
+    strange_D = torch.tensor([0.0, math.inf, -math.inf], dtype=dtype)
+    assert torch.equal(perturb(strange_D), strange_D)
+    assert perturb(values_LD[:0]).shape == (0, 100)
 
 
 def test_what_a_codec_loses_confirms_nothing() -> None:
     expected_TD = torch.randn((64, 8), generator=torch.Generator().manual_seed(0))
     coarse = shifted(expected_TD, [0.02] * 64)
-    again = [shifted(expected_TD, [0.001] * 64)]
+    again = [[shifted(expected_TD, [0.001] * 64)]]
     assert is_confirmed([coarse], [expected_TD], again, ALLOWED, RELATIVE)
     assert not is_confirmed(
         [coarse], [expected_TD], again, ALLOWED, RELATIVE, as_sent=lambda _: coarse

@@ -182,10 +182,10 @@ class ChainPlanner:
         require_attested: RequireAttested | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`barred` nodes, which may change, are never used; other nodes cost `distrust_s(peer)` more
-        per token. `require_attested` raises `RefusedError` for nodes that are not to be used, after
-        asking them. Without `measure_speed`, records are believed. Raises `ConfigError` for an
-        unknown strategy.
+        """`barred` nodes, which may change, are never used; other nodes cost `distrust_s(peer)`
+        more per token. `require_attested` raises `RefusedError` for nodes that are not to be used,
+        after asking them. Without `measure_speed`, records are believed. Raises `ConfigError` for
+        an unknown strategy.
         """
         self.barred = barred
         self.distrust_s = distrust_s

@@ -359,11 +359,14 @@ class Auditor(SessionAuditor):
         if found.outcome != "failed":
             return found, excused
         # From weights that are read anew.
-        twice = recompute(self._checkpoint, work, adapter, by_token=True)
-        given, expected, again = once.judged(rows, once.outputs, twice.outputs)
+        by_token = recompute(self._checkpoint, work, adapter, by_token=True)
+        perturbed = recompute(self._checkpoint, work, adapter, is_perturbed=True)
+        given, expected, *further = once.judged(
+            rows, once.outputs, by_token.outputs, perturbed.outputs
+        )
         as_sent = partial(_pass_through_codec, codec=work.codec)
-        if not is_confirmed(given, expected, again, allowed, measure, as_sent=as_sent):
-            raise NotAuditedError("a second computation of this client does not confirm its errors")
+        if not is_confirmed(given, expected, further, allowed, measure, as_sent=as_sent):
+            raise NotAuditedError("further computations of this client do not confirm its errors")
         return found, excused
 
     def _record(self, hop: Hop, outcome: AuditOutcome, reason: str) -> AuditRecord:

@@ -28,6 +28,7 @@ from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.skeleton import Skeleton
+from nesa_node.verification.comparison import perturb
 
 ROUTER_CLOSENESS = 1e-5
 """Two experts' logits are nearly equal if closer than this multiple of a token's largest one: in
@@ -77,24 +78,27 @@ def recompute(
     adapter: PeftFolder | None = None,
     *,
     by_token: bool = False,
+    is_perturbed: bool = False,
 ) -> Recomputation:
     """Compute the outputs of each row in the hop's own kind of computation, with the adapter.
 
-    By one prefill, or `by_token`, which rounds otherwise and takes as long as a session. One block
-    is in memory at a time. Blocks the thread. Raises what `load_blocks` and `load_adapter` raise,
+    By one prefill, or `by_token`, which rounds otherwise and takes as long as a session; from the
+    inputs as they are or, `is_perturbed`, as `perturb` changes them. One block is in memory at a
+    time. Blocks the thread. Raises what `load_blocks` and `load_adapter` raise,
     and `NotAuditedError` for a quantization that is unknown here.
     """
     declared = work.computation
     if declared.quantization not in get_args(QuantType):
         raise NotAuditedError(f"quantization {declared.quantization!r} is unknown here")
     dtype = DTYPES[declared.dtype]
-    hidden = [row.prefix_LD.to(dtype) for row in work.rows]
+    vary = perturb if is_perturbed else lambda values_LD: values_LD
+    hidden = [vary(row.prefix_LD.to(dtype)) for row in work.rows]
     undecided = [torch.zeros(len(row.prefix_LD) + len(row.inputs_LD)).bool() for row in work.rows]
     span = _recomputed_span(work)
     for block in range(span.start, span.end):
         if block == work.span.start:
             hidden = [
-                torch.cat([prefix_LD, row.inputs_LD.to(dtype)])
+                torch.cat([prefix_LD, vary(row.inputs_LD.to(dtype))])
                 for prefix_LD, row in zip(hidden, work.rows, strict=True)
             ]
         blocks = load_blocks(

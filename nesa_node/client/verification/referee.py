@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -27,6 +28,7 @@ from nesa_node.verification.comparison import (
     compare_rows,
     find_threshold,
     is_confirmed,
+    perturb,
 )
 
 MAX_FETCHED_BYTES = 2**31
@@ -68,12 +70,13 @@ class Referee:
         Raises `NotAuditedError` where neither is found, and what sessions at the two raise.
         """
         states: Rows = [row.inputs_LD for row in work.rows]
+        varied = [perturb(row_LD) for row_LD in states]
         again = await self._run(work.peer, work.span, states, work)
         by_token = await self._run(work.peer, work.span, states, work, by_token=True)
+        perturbed = await self._run(work.peer, work.span, varied, work)
         given = [row.outputs_PD for row in work.rows]
-        allowed = find_threshold(kind, len(work.span), self._measure.scheme)
-        known = pick_known(again, work), pick_known(by_token, work)
-        if is_confirmed(given, *known, allowed, self._measure):
+        expected, *further = (pick_known(each, work) for each in (again, by_token, perturbed))
+        if self._is_wrong(kind, work.span, given, expected, further):
             why = "what it computes now is not what it sealed"
             return Verdict(work.peer, work.span, why)
         if not self._differ(kind, work.span, again, outputs):
@@ -92,23 +95,27 @@ class Referee:
         block = Span(start, end)
         ours, theirs = await self._run_both(peers, block, states, work)
         if self._differ(kind, block, ours, theirs):
-            expected = await self._compute_block(work, other, block, states)
+            expected, *further = await self._compute_block(work, other, block, states)
             reason, disputed = "this client computed the block", (ours, theirs)
         else:
             # Block by block both say the same: one of them said otherwise of several at once.
             expected, block = theirs, Span(work.span.start, end)
+            further = [await self._run_in_turn(each, block, varied, work) for each in peers]
             reason = "of its blocks one after the other it says something else than of all at once"
         found = [
             Verdict(peer, block, reason)
             for peer, claimed in zip(peers, disputed, strict=True)
-            if self._differ(kind, block, claimed, expected)
+            if self._is_wrong(kind, block, claimed, expected, further)
         ]
         if len(found) != 1:
             # Of neither, the dispute is over; of both, the bounds may be another model's.
             raise NotAuditedError(f"its dispute with {other} could not be settled")
         return found[0]
 
-    async def _compute_block(self, work: HopWork, other: PeerId, block: Span, states: Rows) -> Rows:
+    async def _compute_block(
+        self, work: HopWork, other: PeerId, block: Span, states: Rows
+    ) -> list[Rows]:
+        """Outputs by this client: at once, token by token, and of perturbed inputs."""
         rows = tuple(
             RowWork(row_LD[:0], row_LD, tuple(range(len(row_LD))), row_LD) for row_LD in states
         )
@@ -118,7 +125,15 @@ class Referee:
                 f"{other} disagrees on block {block.start}, whose weights, {nbytes:,} bytes, are "
                 "not here"
             )
-        return (await asyncio.to_thread(recompute, self._checkpoint, alone, self._adapter)).outputs
+        compute = partial(recompute, self._checkpoint, alone, self._adapter)
+        ways = (compute, partial(compute, by_token=True), partial(compute, is_perturbed=True))
+        return [(await asyncio.to_thread(way)).outputs for way in ways]
+
+    async def _run_in_turn(self, peer: PeerId, span: Span, states: Rows, work: HopWork) -> Rows:
+        """Outputs of `span` by a session for each block."""
+        for block in range(span.start, span.end):
+            states = await self._run(peer, Span(block, block + 1), states, work)
+        return states
 
     async def _run_both(
         self, peers: tuple[PeerId, PeerId], span: Span, states: Rows, work: HopWork
@@ -134,6 +149,17 @@ class Referee:
         return await self._nodes.run(
             peer, span, states, work.computation, work.adapter, by_token=by_token
         )
+
+    def _is_wrong(
+        self,
+        kind: ComputationKind,
+        span: Span,
+        given: Rows,
+        expected: Rows,
+        further: Sequence[Rows],
+    ) -> bool:
+        allowed = find_threshold(kind, len(span), self._measure.scheme)
+        return is_confirmed(given, expected, further, allowed, self._measure)
 
     def _differ(self, kind: ComputationKind, span: Span, given: Rows, expected: Rows) -> bool:
         allowed = find_threshold(kind, len(span), self._measure.scheme)
