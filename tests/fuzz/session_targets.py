@@ -28,6 +28,8 @@ from nesa_node.engine.training.adapters import (
     OptimizerConfig,
 )
 from nesa_node.engine.training.training_spec import Ia3Spec, LoraSpec, TrainingSpec
+from nesa_node.swarm.dht.sealing import ListedContradiction, SignedSeal
+from nesa_node.swarm.evidence import check_contradiction
 from nesa_node.swarm.protocol.adapter_messages import (
     AdapterChunk,
     AdapterFiles,
@@ -54,6 +56,7 @@ from nesa_node.swarm.protocol.messages import (
     Step,
 )
 from nesa_node.swarm.protocol.seal_messages import (
+    MAX_STATEMENT_BYTES,
     Disclose,
     Disclosed,
     Seal,
@@ -70,6 +73,7 @@ from nesa_node.verification.attestation.policy import AttestationPolicy
 from tests.fuzz.mutation import MSGPACK
 from tests.fuzz.swarm_targets import IDENTITY, PEER, fed_pipe, trust
 from tests.fuzz.target import Parse, Target
+from tests.swarm.seals import make_seal
 from tests.verification.attestation.made_quotes import nvidia_quote, snp_quote
 from tests.verification.attestation.recorded_quotes import NAMES as RECORDED
 from tests.verification.attestation.recorded_quotes import SNP_AT, recorded
@@ -268,7 +272,7 @@ def _seal() -> Seal:
     statement = SealStatement(
         version=1, node=PeerId(PEER), session=bytes(16), nonce=bytes(16), epoch=1, number=2,
         blocks=(0, 3), computation=Computation("float32", "none", "cpu"),
-        rows=(SealedRow(2, bytes(32), bytes(32)), SealedRow(0, bytes(32), bytes(32))),
+        rows=(SealedRow(2, bytes(32), bytes(32)), SealedRow(0, bytes(32), bytes(32))), cuts=1,
     )  # fmt: skip
     return sign_seal(IDENTITY, statement)
 
@@ -294,7 +298,39 @@ def _signed_statements() -> Iterator[Parse]:
     yield read
 
 
+@contextmanager
+def _evidence() -> Iterator[Parse]:
+    """Two seals of a node, taken for signed: the first one's length comes before them."""
+
+    def read(data: bytes) -> None:
+        first = int.from_bytes(data[:2], "big") + 2
+        parts = data[2:first], data[first:]
+        if all(0 < len(part) <= MAX_STATEMENT_BYTES for part in parts):  # else no notice lists them
+            seals = tuple(SignedSeal(statement=part, signature=bytes(64)) for part in parts)
+            with mock.patch("nesa_node.swarm.protocol.seal_messages.verify_signature", new=trust):
+                check_contradiction(ListedContradiction(accused=PEER, seals=seals))
+
+    yield read
+
+
+def _evidence_seeds() -> list[bytes]:
+    one = make_seal(IDENTITY).statement
+    others = (
+        make_seal(IDENTITY, root=b"s"),
+        make_seal(IDENTITY, number=2, cuts=None),
+        make_seal(IDENTITY, number=2, rows=3),
+        make_seal(IDENTITY, number=2, epoch=0, cuts=0),
+    )
+    return [len(one).to_bytes(2, "big") + one + other.statement for other in others]
+
+
 TARGETS: dict[str, Target] = {
+    "evidence": Target(
+        open=_evidence,
+        seeds=_evidence_seeds,
+        tokens=(*MSGPACK, PEER.encode(), b"cuts", b"number", b"epoch", b"rows"),
+        weight=1.0,
+    ),
     "attested": Target(
         open=_attested,
         seeds=_attested_seeds,

@@ -18,11 +18,14 @@ from nesa_node.swarm.dht.pool_notices import (
 )
 from nesa_node.swarm.dht.sealing import (
     AnnouncedMove,
+    EvidenceNotice,
     FailureReport,
     Lease,
+    ListedContradiction,
     Notice,
     PlacementNotice,
     ReportedFailure,
+    SignedSeal,
 )
 from nesa_node.swarm.dht.training_notices import SessionPlan, TrainingNotice
 from nesa_node.swarm.p2p.identity import Identity
@@ -58,6 +61,12 @@ def session_plan(**changes: Any) -> SessionPlan:
         "average_every": 1,
     }
     return SessionPlan.model_validate({**fields, **changes})
+
+
+def listed_contradiction(**changes: Any) -> ListedContradiction:
+    seal = SignedSeal(statement=b"statement", signature=bytes(64))
+    fields: dict[str, Any] = {"accused": PEERS[4], "seals": (seal, seal)}
+    return ListedContradiction.model_validate({**fields, **changes})
 
 
 FIELDS: dict[type[Notice], dict[str, Any]] = {
@@ -105,6 +114,7 @@ FIELDS: dict[type[Notice], dict[str, Any]] = {
     },
     AdapterNotice: {"adapters": (listed_adapter(),)},
     TrainingNotice: {"plans": (session_plan(),)},
+    EvidenceNotice: {"contradictions": (listed_contradiction(),)},
 }
 
 

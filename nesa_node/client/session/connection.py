@@ -46,9 +46,11 @@ from nesa_node.routing.chain_request import VISIT_OVERHEAD_S
 from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, list_published
 from nesa_node.swarm.dht.adapter_notices import AdapterNotice
 from nesa_node.swarm.dht.training_notices import SessionPlan
+from nesa_node.swarm.evidence import EVIDENCE_INTERVAL_S, EvidenceExchange
 from nesa_node.swarm.node import Swarm, open_swarm, swarm_samples
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.link_measurements import ping
+from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.messages import RowSlice
 from nesa_node.topology.snapshot import NodeState
 from nesa_node.verification.attestation.policy import read_policy
@@ -143,11 +145,15 @@ class RemoteConnection:
             require_attested=None if attestor is None else attestor.require,
         )
         self._auditor = auditor
+        self._evidence = EvidenceExchange(swarm, request.model_id, num_blocks)
+        self._evidence_read_at = -math.inf
+        self._background = TaskSet()
         if auditor is not None:
             auditor.avoid = self._planner.avoidance.record_failure
             auditor.report_wrong = partial(
                 swarm.failure_reporter.record_failure, request.model_id, kind="wrong"
             )
+            auditor.publish_proof = self._evidence.publish
             auditor.adapters = AdapterFetcher(
                 swarm, request.model_id, num_blocks, self.find_adapter
             )
@@ -169,6 +175,7 @@ class RemoteConnection:
         """Finish audits that were drawn, and end other tasks that belong to no session."""
         if self._auditor is not None:
             await self._auditor.close()
+        await self._background.close()
         await self._planner.close()
 
     @asynccontextmanager
@@ -198,6 +205,7 @@ class RemoteConnection:
         self.metrics.open += 1
         try:
             await session.open()
+            self._refresh_evidence()
             yield session
         finally:
             self.metrics.open -= 1
@@ -218,6 +226,20 @@ class RemoteConnection:
             metrics=self.metrics,
             auditor=self._auditor,
         )
+
+    def _refresh_evidence(self) -> None:
+        """Read evidence against nodes in the background, now and then: no session waits."""
+        now = time.monotonic()
+        if self._auditor is not None and now >= self._evidence_read_at + EVIDENCE_INTERVAL_S:
+            self._evidence_read_at = now
+            self._background.start(self._bar_proven(self._auditor), name="evidence")
+
+    async def _bar_proven(self, auditor: Auditor) -> None:
+        try:
+            for proof in await self._evidence.read():
+                await auditor.bar_proven(proof)
+        except (NesaError, OSError) as error:
+            log.info("evidence_not_read", reason=str(error))
 
     async def find_adapter(self, text: str) -> PublishedAdapter:
         """The published adapter that `name`, `author/name` or a digest means.

@@ -76,6 +76,7 @@ TRANSIT_FACTOR = 4.0
 """Allowance for transfers: how many times as long as the measured rate says."""
 NEW_STREAM_S = 1.0
 """Allowance for opening a separate stream for a ping, in seconds."""
+MAX_KEPT_SEALS = 8
 MAX_RETRY_AFTER_S = 5.0
 """Upper bound of a node's `retry_after_s`."""
 
@@ -159,6 +160,8 @@ class HopLink:
         self._epoch = -1
         self._expected_bytes: dict[int, int] = {}
         self.opened: Opened | None = None
+        self.seals: deque[Seal] = deque(maxlen=MAX_KEPT_SEALS)
+        """The node's last seals; of those that it sent unasked, no signature was checked."""
         self._stream = stream
         self._request = request
         self._speed = speed
@@ -277,6 +280,7 @@ class HopLink:
         expected = self.session, self.opened.nonce, (span.start, span.end), self._request.rows
         if (stated.session, stated.nonce, stated.blocks, len(stated.rows)) != expected:
             raise ProtocolError("bad_seal", f"{self.hop.peer_id} sealed another session")
+        self.seals.append(answer)
         return answer
 
     async def disclose(self, rows: tuple[RowSlice, ...]) -> list[tuple[Disclosed, bytearray]]:
@@ -414,7 +418,7 @@ class HopLink:
                 self._disclosed.append((message, payload))
             case Seal(requested=False):
                 # Those on the way commit the node; an audit asks for one of everything.
-                pass
+                self.seals.append(message)
             case Leaving():
                 self.change_state(LinkState.LEAVING)
             case ErrorMessage(fatal=True) if self._pending_answer is None:

@@ -27,6 +27,7 @@ from nesa_node.client.verification.node_recomputation import NodeRecomputation
 from nesa_node.client.verification.recomputation import missing_bytes, recompute
 from nesa_node.client.verification.referee import Referee, pick_known
 from nesa_node.client.verification.session_audit import (
+    ContradictionError,
     DisputeError,
     HopWork,
     NotAuditedError,
@@ -43,6 +44,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.engine.adapters.peft_folder import PeftFolder
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.routing.chains import Hop
+from nesa_node.swarm.evidence import Proof
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.messages import Computation
 from nesa_node.swarm.protocol.stream import peer_timeout
@@ -136,6 +138,8 @@ class Auditor(SessionAuditor):
         for a while."""
         self.report_wrong: Callable[[PeerId], None] = lambda _: None
         """Called with each node that failed, to tell the swarm: it avoids the node for a while."""
+        self.publish_proof: Callable[[Proof], Coroutine[Any, Any, None]] | None = None
+        """Called with a node's contradiction of itself, for other members to check."""
         self.keep_session: Path | None = None
         """Folder for the work of audited hops, to be audited again; None: it is not kept."""
         self._checkpoint = checkpoint
@@ -175,6 +179,7 @@ class Auditor(SessionAuditor):
                 ):
                     work = await session.collect(link, lengths)
             except SealMismatchError as error:
+                self._publish_proof(error)
                 record = self._record(link.hop, "failed", str(error))
                 started.append(self._start(self._finish(session.session, record)))
             except DisputeError as error:
@@ -205,6 +210,7 @@ class Auditor(SessionAuditor):
             ):
                 await session.collect(before, lengths)
         except SealMismatchError as error:
+            self._publish_proof(error)
             records = [self._record(link.hop, "not audited", str(dispute))]
             if not before.is_audited:  # else it fails by its own audit
                 records.append(self._record(before.hop, "failed", str(error)))
@@ -212,6 +218,16 @@ class Auditor(SessionAuditor):
         except (NesaError, OSError) as error:
             log.info("dispute_not_resolved", peer=before.hop.peer_id, reason=str(error))
         return [self._record(each.hop, "disputed", str(dispute)) for each in dispute.links]
+
+    def _publish_proof(self, error: SealMismatchError) -> None:
+        if isinstance(error, ContradictionError) and self.publish_proof is not None:
+            self._tasks.start(self.publish_proof(error.proof), name="evidence")
+
+    async def bar_proven(self, proof: Proof) -> None:
+        """Bar a node that contradicted itself, by seals that another member published."""
+        log.error("evidence_holds", peer=proof.accused, reason=proof.reason)
+        reason = f"it contradicts itself: {proof.reason}"
+        await asyncio.to_thread(self.history.bar, proof.accused, reason)
 
     def _start(
         self, audit: Coroutine[Any, Any, WrongActivationsError | None]

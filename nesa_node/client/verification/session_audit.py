@@ -24,6 +24,7 @@ from nesa_node.core.errors import (
     WrongActivationsError,
 )
 from nesa_node.core.ids import PeerId, Span
+from nesa_node.swarm.evidence import Proof, find_proof
 from nesa_node.swarm.protocol.messages import Computation, RowSlice
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer
 from nesa_node.swarm.protocol.seal_messages import (
@@ -90,6 +91,14 @@ class SealMismatchError(NesaError):
     """A hop's seal is not of what it was sent or what it sent."""
 
 
+class ContradictionError(SealMismatchError):
+    """A hop's seals of a session contradict each other, which any peer can check."""
+
+    def __init__(self, proof: Proof) -> None:
+        super().__init__(f"it contradicts itself: {proof.reason}")
+        self.proof = proof
+
+
 class DisputeError(NesaError):
     """Two neighbours say otherwise of what passed between them: one of the two is wrong."""
 
@@ -131,13 +140,16 @@ class SessionAudit:
         """The work of `link` on `lengths[row]` tokens of each row.
 
         Raises `NotAuditedError`, `SealMismatchError` where the hop's seal is of something else than
-        the client itself sent to it or had from it, `DisputeError`, and what requests to nodes
-        raise: `PeerUnreachableError` where a node is lost, `link.is_lost` if it is this one.
+        the client itself sent to it or had from it, `ContradictionError`, `DisputeError`, and what
+        requests to nodes raise: `PeerUnreachableError` where a node is lost, `link.is_lost` if it
+        is this one.
         """
         if link.opened is None or link.opened.computation is None:
             raise NotAuditedError("its version seals nothing")
         # Sealed first: what is asked for next tells the node that it is audited.
         seal = await self._request_seal(link)
+        if proof := await asyncio.to_thread(find_proof, link.hop.peer_id, tuple(link.seals)):
+            raise ContradictionError(proof)
         inputs = await self._find_inputs(link, lengths)
         outputs = await self._find_outputs(link, lengths)
         sealed = open_seal(seal, link.hop.peer_id)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
-from nesa_node.core.ids import PeerId
+from nesa_node.core.ids import ModelId, PeerId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry
 from nesa_node.core.settings.declaration import gib_to_bytes, secret_text
@@ -63,6 +63,7 @@ from nesa_node.server.orchestrator.launch import (
 from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import open_scheduler
 from nesa_node.server.session.message_loop import RefusalLog
+from nesa_node.swarm.evidence import EvidenceExchange, Proof
 from nesa_node.swarm.node import Swarm, open_swarm, probe_rtts
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import running_in_background
@@ -400,6 +401,7 @@ def _services(
         runner.announcer.run(),
         probe_rtts(swarm, *of_model, random.Random(peer_id), ping_interval_s=config.ping_every_s),
         warn_of_other_copies(swarm.directory, served.model_id),
+        EvidenceExchange(swarm, *of_model).run(partial(_act_on_proof, swarm, served.model_id)),
     ]
     if not runner.move_limiter.pinned:
         services += [
@@ -433,6 +435,20 @@ def _services(
     if metric_sources is not None:
         services.append(refresh_directory(swarm.directory, *of_model))
     return services
+
+
+def _act_on_proof(swarm: Swarm, model_id: ModelId, proof: Proof) -> None:
+    """Warn clients, also those that read no evidence, or this node's operator."""
+    if proof.accused == swarm.identity.peer_id:
+        log.error(
+            "evidence_against_this_node",
+            reason=proof.reason,
+            hint="its own seals contradict each other: check the machine's memory, and that no "
+            "other program signs with this node's identity",
+        )
+    else:
+        log.error("evidence_holds", peer=proof.accused, reason=proof.reason)
+        swarm.failure_reporter.record_failure(model_id, proof.accused, "wrong")
 
 
 def make_move_limiter(config: NodeConfig) -> MoveLimiter:

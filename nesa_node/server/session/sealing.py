@@ -56,6 +56,7 @@ class SessionSealer:
         )
         self._unsealed_tokens = 0
         self._number = 0
+        self._cuts = 0
 
     @property
     def is_due(self) -> bool:
@@ -103,10 +104,12 @@ class SessionSealer:
 
     def truncate(self, lengths: Sequence[int]) -> None:
         if self._seals is not None:
+            self._cuts += 1
             self._seals.truncate(lengths)
 
     def reorder(self, sources: Sequence[int]) -> None:
         if self._seals is not None:
+            self._cuts += 1
             self._seals.reorder(sources)
 
     def make_seal(self, epoch: int, *, requested: bool = False) -> Seal:
@@ -124,5 +127,7 @@ class SessionSealer:
             blocks=self._opened.blocks,
             computation=self.computation,
             rows=sealed_rows(self._seals.roots()),
+            # Not the epoch: that begins before the rows are cut, and a seal may fall between.
+            cuts=self._cuts,
         )
         return sign_seal(self._identity, statement, requested=requested)

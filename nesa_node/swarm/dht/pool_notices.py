@@ -20,6 +20,7 @@ from nesa_node.swarm.dht.sealing import (
     STRICT,
     Addresses,
     Count,
+    EvidenceNotice,
     FailureReport,
     Lease,
     Notice,
@@ -271,6 +272,7 @@ NOTICE_KINDS: dict[str, type[Notice]] = {
         PoolStatus,
         AdapterNotice,
         TrainingNotice,
+        EvidenceNotice,
     )
 }
 """All kinds of notices, those of the modules beside this one too."""

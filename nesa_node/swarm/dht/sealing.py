@@ -1,4 +1,5 @@
-"""Statements on the DHT in their signed envelope, and notices: leases, placements, reports.
+"""Statements on the DHT in their signed envelope, and notices: leases, placements, reports,
+evidence.
 
 A sealed statement is a msgpack map: `record` (bytes of the body), `signature` (Ed25519 over the
 kind's prefix and the body), `peer_id` (the signer), `tag` (32 bytes in a private swarm, else empty)
@@ -28,6 +29,7 @@ from pydantic import (
 from nesa_node.core.errors import RecordError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.swarm.p2p.identity import TAG_BYTES, Identity, Membership, verify_signature
+from nesa_node.swarm.protocol.seal_messages import MAX_STATEMENT_BYTES
 
 CLOCK_SKEW_S = 30.0
 """Accepted difference between the clocks of two nodes."""
@@ -245,6 +247,11 @@ def _parse_body(model: type[_Statement], body: bytes) -> _Statement:
 MAX_PLACEMENT_MOVES = 64
 """Moves in one placement. Nodes move a few times an hour; further moves are in later placements."""
 MAX_REPORTED_PEERS = 16
+MAX_LISTED_EVIDENCE = 4
+"""Accused nodes in one notice."""
+MAX_EVIDENCE_BYTES = 8192
+"""A sealed notice. Two seals of a session of some forty rows take it all."""
+EVIDENCE_MAX_TTL_S = 86_400.0
 MAX_EPOCH = 2**48
 MAX_MAGNITUDE = 1e9
 
@@ -410,6 +417,43 @@ class FailureReport(Notice):
             raise ValueError("a peer accuses itself")
         if any(failure.at > self.issued_at for failure in self.failures):
             raise ValueError("a failure is yet to come")
+        return self
+
+
+class SignedSeal(BaseModel):
+    """The bytes of a seal, as its node signed them (`swarm/protocol/seal_messages.py`)."""
+
+    model_config = STRICT
+
+    statement: Annotated[bytes, Field(min_length=1, max_length=MAX_STATEMENT_BYTES)]
+    signature: Annotated[bytes, Field(min_length=64, max_length=64)]
+
+
+class ListedContradiction(BaseModel):
+    """Two seals that `accused` signed and that cannot both be true."""
+
+    model_config = STRICT
+
+    accused: Peer
+    seals: Annotated[tuple[SignedSeal, ...], max_items(2), Field(min_length=2)]
+
+
+class EvidenceNotice(Notice):
+    """What its signer has, or has seen, against nodes of a model."""
+
+    bounds: ClassVar = StatementBounds("evidence", MAX_EVIDENCE_BYTES, EVIDENCE_MAX_TTL_S, 0.0, 64)
+
+    contradictions: Annotated[
+        tuple[ListedContradiction, ...], max_items(MAX_LISTED_EVIDENCE), Field(min_length=1)
+    ]
+
+    @model_validator(mode="after")
+    def _check_accused(self) -> Self:
+        accused = {each.accused for each in self.contradictions}
+        if len(accused) < len(self.contradictions):
+            raise ValueError("a node is accused twice")
+        if self.peer_id in accused:
+            raise ValueError("a peer accuses itself")
         return self
 
 

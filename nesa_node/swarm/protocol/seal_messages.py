@@ -23,6 +23,7 @@ from nesa_node.swarm.protocol.messages import (
     RowSlice,
     Slices,
 )
+from nesa_node.verification.evidence import SealedState
 from nesa_node.verification.seal_tree import HASH_BYTES, RowRoots
 
 SEALED_SINCE = (1, 7)
@@ -54,6 +55,15 @@ class SealStatement(msgspec.Struct, frozen=True):
     blocks: BlockRange
     computation: Computation
     rows: Annotated[tuple[SealedRow, ...], Meta(min_length=1, max_length=MAX_ROWS)]
+    cuts: Epoch | None = None
+    """How often the rows were cut or reordered before; None: the node's version does not count."""
+
+    @property
+    def state(self) -> SealedState:
+        """What other seals of the session can contradict."""
+        constants = self.node, self.session, self.blocks, self.computation
+        rows = tuple(RowRoots(row.length, row.inputs, row.outputs) for row in self.rows)
+        return SealedState(self.nonce, constants, self.number, self.epoch, self.cuts, rows)
 
 
 class SealRequest(Message, frozen=True, tag="seal_request"):

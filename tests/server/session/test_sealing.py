@@ -5,7 +5,9 @@ T packed tokens, D hidden.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +16,9 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError
 from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.server.scheduler.session_queue import FinishedStep
+from nesa_node.server.session.output_sender import OutputSender
+from nesa_node.server.session.session_state import SessionState
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.protocol.messages import (
     Computation,
@@ -33,6 +38,7 @@ from nesa_node.swarm.protocol.seal_messages import (
     sealed_rows,
     sign_seal,
 )
+from nesa_node.verification.evidence import find_contradiction
 from nesa_node.verification.seal_tree import SessionSeals
 from tests.server.bench import Peer, open_node
 
@@ -195,3 +201,40 @@ def test_malformed_statements_are_refused(tmp_path: Path, statement: bytes) -> N
     seal = Seal(statement=statement, signature=node.sign(b"nesa-node seal 1\0" + statement))
     with pytest.raises(ProtocolError, match="malformed"):
         open_seal(seal, node.peer_id)
+
+
+async def test_a_seal_between_an_epoch_and_its_cut_contradicts_no_later_one(
+    blocks: ModelBlocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that rolls back while a step is sent has its node sign two seals of one epoch that
+    have other values of as many tokens: each says how often the rows were cut."""
+    emit, begin_epoch, has_begun = OutputSender.emit, SessionState.begin_epoch, asyncio.Event()
+
+    async def emit_late(sender: OutputSender, finished: FinishedStep) -> None:
+        await emit(sender, finished)
+        await has_begun.wait()
+
+    def begin(state: SessionState, epoch: int, *args: Any) -> None:
+        begin_epoch(state, epoch, *args)
+        if state.lengths != (0,):
+            has_begun.set()
+
+    monkeypatch.setattr(SessionState, "begin_epoch", begin)
+    monkeypatch.setattr(OutputSender, "emit", emit_late)
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        await peer.begin(max_tokens=100)
+        peer.step({0: 32})
+        await peer.output()
+        peer.rollback([0])
+        between = await peer.wire.hear_a(Seal)
+        peer.step({0: 32})
+        later = await peer.wire.hear_a(Seal)
+        await peer.end()
+    one, other = (
+        msgspec.msgpack.decode(seal.statement, type=SealStatement) for seal in (between, later)
+    )
+    assert one.epoch == other.epoch
+    assert one.rows[0].length == other.rows[0].length == 32
+    assert one.rows != other.rows
+    assert find_contradiction(one.state, other.state) is None

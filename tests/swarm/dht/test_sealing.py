@@ -18,6 +18,7 @@ from nesa_node.swarm.dht.sealing import (
     MAX_PLACEMENT_MOVES,
     MAX_REPORTED_PEERS,
     AnnouncedMove,
+    EvidenceNotice,
     FailureReport,
     Lease,
     Notice,
@@ -32,7 +33,13 @@ from nesa_node.swarm.dht.training_notices import MAX_LISTED_PLANS, TrainingNotic
 from nesa_node.swarm.dht.validator import RecordValidator, dht_id
 from nesa_node.swarm.p2p.hivemind_imports import DHTRecord, MSGPackSerializer
 from nesa_node.swarm.p2p.identity import Identity, Membership
-from tests.swarm.notice_fields import PEERS, listed_adapter, make_notice, session_plan
+from tests.swarm.notice_fields import (
+    PEERS,
+    listed_adapter,
+    listed_contradiction,
+    make_notice,
+    session_plan,
+)
 from tests.swarm.record_fields import MODEL_ID, make_record
 
 NOW = 1_800_000_000.0
@@ -168,6 +175,17 @@ def test_private_swarm_reads_its_own_notices_only(identity: Identity) -> None:
         assert _reason(kind, seal_statement(notice, identity), ours) == "foreign"
 
 
+def _evidence(end: str = "A") -> dict[str, Any]:
+    return {**listed_contradiction().model_dump(), "accused": PEERS[5][:-1] + end}
+
+
+_SEAL = {"statement": b"x", "signature": bytes(64)}
+_BAD_EVIDENCE: list[dict[str, Any]] = [
+    *({"seals": (_SEAL,) * count} for count in (0, 1, 3)),
+    *({"seals": (_SEAL, {**_SEAL, "statement": text})} for text in (b"", b"x" * 24_577, "x")),
+    *({"seals": (_SEAL, {**_SEAL, "signature": bytes(count)})} for count in (0, 63, 65)),
+    *({"accused": peer} for peer in ("", "0OIl", "x" * 129)),
+]
 _PLAN = session_plan().model_dump()
 _BAD_PLANS: list[dict[str, Any]] = [
     *({"session": session} for session in ("", "ab" * 15, "AB" * 16)),
@@ -234,6 +252,10 @@ _BAD_ADAPTERS: list[dict[str, Any]] = [
         (AdapterNotice, {"adapters": (_adapter(), _adapter())}),
         (AdapterNotice, {"adapters": tuple(_adapter(name=f"n{i}") for i in range(17))}),
         *((AdapterNotice, {"adapters": (_adapter(**changes),)}) for changes in _BAD_ADAPTERS),
+        (EvidenceNotice, {"contradictions": ()}),
+        (EvidenceNotice, {"contradictions": (_evidence(), _evidence())}),
+        (EvidenceNotice, {"contradictions": tuple(map(_evidence, "BCDEF"))}),
+        *((EvidenceNotice, {"contradictions": ({**_evidence(), **bad},)}) for bad in _BAD_EVIDENCE),
         (TrainingNotice, {"plans": tuple({**_PLAN, "data": str(i)} for i in range(9))}),
         *((TrainingNotice, {"plans": ({**_PLAN, **changes},)}) for changes in _BAD_PLANS),
     ],
