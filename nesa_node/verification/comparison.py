@@ -42,6 +42,11 @@ FLOAT32_MARGIN = 5.0
 """By how much more in float32, whose rounding is far below any lie's error: inputs can be found for
 which single honest tokens differ by twice as much as an auditor's own computations."""
 
+MIN_EVIDENT_TOKENS = 16
+EVIDENT_FACTOR = 8.0
+"""How many tokens have to be how many times as far off as two computations differ, for an accuser
+to be believed: see `is_evident`."""
+
 Outcome = Literal["passed", "failed", "uncalibrated"]
 
 
@@ -246,6 +251,32 @@ def is_confirmed(
         sent = [compare(as_sent(each_TD), expected_TD, allowed, measure) for each_TD in further_TD]
         if found.is_confirmed_by(others, own, sent, given_TD.dtype):
             return True
+    return False
+
+
+def is_evident(
+    given: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    further: Sequence[Sequence[torch.Tensor]],
+    allowed: Threshold | None,
+    measure: Measure,
+) -> bool:
+    """Whether `given`, rows [T, D], is wrong to a reader that knows neither author nor accuser.
+
+    Inputs may be chosen, so that honest machines differ by more than they use to, and by most at
+    some tokens. So `MIN_EVIDENT_TOKENS` of a row have to be too far from `expected`, and
+    `EVIDENT_FACTOR` times as far as any of the `further` computations is at any token: these are as
+    for `is_confirmed`. `measure` is of a scheme with an error for each token. Without
+    a threshold nothing is evident.
+    """
+    if allowed is None:
+        return False
+    for given_TD, expected_TD, *further_TD in zip(given, expected, *further, strict=True):
+        if len(given_TD):
+            own = max(float(measure.errors(each, expected_TD).max()) for each in further_TD)
+            least = max(EVIDENT_FACTOR * own, allowed.token)
+            if int((measure.errors(given_TD, expected_TD) > least).sum()) >= MIN_EVIDENT_TOKENS:
+                return True
     return False
 
 

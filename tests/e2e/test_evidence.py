@@ -11,16 +11,18 @@ import pytest
 import structlog
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.errors import WrongActivationsError
 from nesa_node.core.ids import PeerId
 from nesa_node.core.settings.choices import RouteName
+from nesa_node.server.evidence.opening_server import OpeningServer
 from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.swarm import evidence
 from nesa_node.swarm.dht.sealing import EvidenceNotice, FailureReport, Notice
 from nesa_node.swarm.protocol.seal_messages import Seal
 from tests.client.local_models import random_ids
 from tests.e2e.joining import ROUTES, joined
-from tests.e2e.liars import calibrate_tiny_models, peer_of
+from tests.e2e.liars import calibrate_tiny_models, lie, peer_of, scale
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import in_process_swarm, thirds
@@ -105,3 +107,52 @@ def test_a_node_that_contradicts_itself_is_left_by_clients_that_audit_nothing(
             assert accused == [liar]
             eventually(lambda: any(e["event"] == "evidence_against_this_node" for e in logs))
     assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_wrong_work_is_computed_again_by_nodes_if_its_client_shows_it(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: RouteName
+) -> None:
+    """The one with the same blocks reports the liar then, in its own name."""
+    calibrate_tiny_models(monkeypatch)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    first, second, third = thirds(BLOCKS)
+    lie(monkeypatch, second, scale)
+    handle, offers = OpeningServer.handle, []
+
+    async def note_offer(server: OpeningServer, peer: PeerId, *pipes: Any) -> None:
+        offers.append(peer)
+        await handle(server, peer, *pipes)
+
+    monkeypatch.setattr(OpeningServer, "handle", note_offer)
+    with in_process_swarm(tiny("llama"), [first, second, second, third], tmp_path) as addresses:
+        liar, honest = (peer_of(tmp_path / f"node-{number}.key") for number in (1, 2))
+        for shows in (False, True):
+            options = {"audit": 1.0, "publish_evidence": shows}
+            with joined(tiny("llama"), addresses, route, **options) as model:
+                connection: Any = model._ensure_connection()
+                connection._auditor.history = AuditHistory(None)
+                connection._planner.barred = {honest}
+
+                def accused_by_the_honest_node() -> bool:
+                    return any(
+                        each.peer == liar and each.kind == "wrong"
+                        for report in fetch(model, FailureReport)
+                        if report.peer_id == honest
+                        for each in report.failures
+                    )
+
+                with (
+                    pytest.raises(WrongActivationsError),
+                    model.inference_session(max_length=60) as session,
+                ):
+                    model.generate(random_ids(1, 8), session=session, **OPTIONS)
+                if shows:
+                    eventually(accused_by_the_honest_node)
+                else:
+
+                    def is_idle(auditor: Any = connection._auditor) -> bool:
+                        return not auditor._tasks
+
+                    eventually(is_idle)
+                assert bool(offers) == shows

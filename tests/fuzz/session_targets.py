@@ -19,7 +19,7 @@ from nesa_node.compression.codecs import (
     expand_codec,
     parse_codec,
 )
-from nesa_node.compression.tensors import TensorMeta
+from nesa_node.compression.tensors import TensorMeta, check_meta
 from nesa_node.core.errors import FrameError, NesaError
 from nesa_node.core.ids import PeerId
 from nesa_node.engine.training.adapters import (
@@ -30,6 +30,7 @@ from nesa_node.engine.training.adapters import (
 from nesa_node.engine.training.training_spec import Ia3Spec, LoraSpec, TrainingSpec
 from nesa_node.swarm.dht.sealing import ListedContradiction, SignedSeal
 from nesa_node.swarm.evidence import check_contradiction
+from nesa_node.swarm.openings import make_opening, read_opening
 from nesa_node.swarm.protocol.adapter_messages import (
     AdapterChunk,
     AdapterFiles,
@@ -59,6 +60,10 @@ from nesa_node.swarm.protocol.seal_messages import (
     MAX_STATEMENT_BYTES,
     Disclose,
     Disclosed,
+    Opening,
+    OpeningOffer,
+    OpeningTaken,
+    OpeningWanted,
     Seal,
     SealedRow,
     SealRequest,
@@ -74,6 +79,7 @@ from tests.fuzz.mutation import MSGPACK
 from tests.fuzz.swarm_targets import IDENTITY, PEER, fed_pipe, trust
 from tests.fuzz.target import Parse, Target
 from tests.swarm.seals import make_seal
+from tests.swarm.test_openings import opening_of as opened_session
 from tests.verification.attestation.made_quotes import nvidia_quote, snp_quote
 from tests.verification.attestation.recorded_quotes import NAMES as RECORDED
 from tests.verification.attestation.recorded_quotes import SNP_AT, recorded
@@ -111,6 +117,9 @@ def _messages() -> list[tuple[Message, bytes]]:
         AdapterFiles(config_bytes=5, weights_bytes=9),
         AdapterChunk(data=b"data"),
         SealRequest(),
+        OpeningOffer(model="tiny@0", accused=PEER, blocks=(0, 3)),
+        OpeningWanted(),
+        OpeningTaken(),
         _seal(),
         Disclose(rows=row),
     ]  # fmt: skip
@@ -118,8 +127,12 @@ def _messages() -> list[tuple[Message, bytes]]:
     output = Output(epoch=1, step=3, rows=row, tensor=meta)
     pages = Pages(row=0, position=0, tensor=meta)
     disclosed = Disclosed(rows=row, tensor=meta)
+    opened = Opening(
+        statement=b"statement", signature=bytes(64), secret=secret, inputs=row, outputs=row,
+        tensor=meta,
+    )  # fmt: skip
     return [(message, b"") for message in plain] + [
-        (message, bytes(payload)) for message in (step, output, pages, disclosed)
+        (message, bytes(payload)) for message in (step, output, pages, disclosed, opened)
     ]
 
 
@@ -318,13 +331,44 @@ def _evidence_seeds() -> list[bytes]:
     others = (
         make_seal(IDENTITY, root=b"s"),
         make_seal(IDENTITY, number=2, cuts=None),
-        make_seal(IDENTITY, number=2, rows=3),
+        make_seal(IDENTITY, number=2, count=3),
         make_seal(IDENTITY, number=2, epoch=0, cuts=0),
     )
     return [len(one).to_bytes(2, "big") + one + other.statement for other in others]
 
 
+@contextmanager
+def _openings() -> Iterator[Parse]:
+    """An opening of a seal that is taken for signed, with its values after a frame's sizes."""
+
+    def read(data: bytes) -> None:
+        size = int.from_bytes(data[:2], "big") + 2
+        opening = decode_message(data[2:size])
+        if not isinstance(opening, Opening):
+            return
+        check_meta(opening.tensor, max_bytes=MAX_TENSOR_BYTES)
+        with mock.patch("nesa_node.swarm.protocol.seal_messages.verify_signature", new=trust):
+            read_opening(opening, data[size:], PEER, 8)
+
+    yield read
+
+
+def _opening_seeds() -> list[bytes]:
+    seeds = []
+    for rows in (1, 3):
+        opening, payload = make_opening(*opened_session(IDENTITY, rows=rows))
+        header = encode_message(opening)
+        seeds.append(len(header).to_bytes(2, "big") + header + payload)
+    return seeds
+
+
 TARGETS: dict[str, Target] = {
+    "opening": Target(
+        open=_openings,
+        seeds=_opening_seeds,
+        tokens=(*MSGPACK, b"float16", b"is_exact", b"adapter", b"outputs"),
+        weight=0.5,
+    ),
     "evidence": Target(
         open=_evidence,
         seeds=_evidence_seeds,

@@ -10,8 +10,8 @@ from nesa_node.swarm.protocol.messages import Computation
 from nesa_node.swarm.protocol.seal_messages import Seal, SealedRow, SealStatement, sign_seal
 
 
-def make_seal(identity: Identity, *, root: bytes = b"r", rows: int = 1, **changes: Any) -> Seal:
-    """A node's seal of rows of 32 tokens, whose roots are all `root`."""
+def make_seal(identity: Identity, *, root: bytes = b"r", count: int = 1, **changes: Any) -> Seal:
+    """A node's seal of `count` rows of 32 tokens, whose roots are all `root`."""
     fields: dict[str, Any] = {
         "version": 1,
         "node": identity.peer_id,
@@ -21,7 +21,7 @@ def make_seal(identity: Identity, *, root: bytes = b"r", rows: int = 1, **change
         "number": 1,
         "blocks": (0, 10),
         "computation": Computation("float32", "none", "cpu"),
-        "rows": (SealedRow(32, root * 32, root * 32),) * rows,
+        "rows": (SealedRow(32, root * 32, root * 32),) * count,
         "cuts": 1,
         **changes,
     }

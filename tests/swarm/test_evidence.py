@@ -118,7 +118,7 @@ async def test_no_honest_node_is_convicted(tmp_path: Path) -> None:
                 (first, first),
                 (first, make_seal(mine, root=b"s", nonce=b"m" * 16)),
                 (first, make_seal(mine, root=b"s", number=2, cuts=2)),
-                (first, make_seal(mine, root=b"s", number=2, rows=1, epoch=2, cuts=2)),
+                (first, make_seal(mine, root=b"s", number=2, epoch=2, cuts=2)),
                 (first, make_seal(theirs, root=b"s")),
                 (make_seal(theirs), make_seal(theirs, root=b"s")),
             )
@@ -179,11 +179,11 @@ async def test_a_member_publishes_few_proofs_and_its_newest_first(tmp_path: Path
         }
         # As large as a notice may be; two of these do not fit into one.
         for liar in liars[:2]:
-            await own.publish(make_proof(liar, rows=30))
+            await own.publish(make_proof(liar, count=30))
         notice = member.notices.own_notice(EvidenceNotice, MODEL)
         assert notice is not None
         assert [each.accused for each in notice.contradictions] == [liars[1].peer_id]
-        await own.publish(make_proof(liars[2], rows=100))
+        await own.publish(make_proof(liars[2], count=100))
         assert member.notices.own_notice(EvidenceNotice, MODEL) == notice
 
 

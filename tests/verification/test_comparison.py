@@ -14,6 +14,8 @@ import torch
 
 import nesa_node.verification
 from nesa_node.verification.comparison import (
+    EVIDENT_FACTOR,
+    MIN_EVIDENT_TOKENS,
     MIN_MEAN_TOKENS,
     MIN_QUANTILE_TOKENS,
     ComputationKind,
@@ -23,6 +25,7 @@ from nesa_node.verification.comparison import (
     compare_rows,
     find_threshold,
     is_confirmed,
+    is_evident,
     perturb,
 )
 from nesa_node.verification.schemes import SCHEMES
@@ -185,3 +188,37 @@ def test_shipped_thresholds_tell_int8_from_bfloat16() -> None:
     allowed = find_threshold(ComputationKind("llama", "bfloat16", "none", "cpu"), 10)
     assert allowed is not None
     assert allowed.mean < 0.019
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "own", "expected"),
+    [
+        (MIN_EVIDENT_TOKENS, 0.3, 0.01, True),
+        (MIN_EVIDENT_TOKENS - 1, 0.3, 0.01, False),
+        (MIN_EVIDENT_TOKENS, 0.04, 0.001, False),  # within the bound on a token
+        (MIN_EVIDENT_TOKENS, 0.3, 0.3 / EVIDENT_FACTOR * 1.1, False),
+        (MIN_EVIDENT_TOKENS, 0.3, 0.3 / EVIDENT_FACTOR * 0.9, True),
+    ],
+)
+def test_work_is_evident_where_many_tokens_are_far_from_both_computations(
+    tokens: int, error: float, own: float, expected: bool
+) -> None:
+    """However little the two differ at most tokens: the worst one counts."""
+    once_TD = torch.randn(64, 128, generator=torch.Generator().manual_seed(1))
+    again_TD = shifted(once_TD, [0.0] * 63 + [own])
+    given_TD = shifted(once_TD, [error] * tokens + [0.0] * (64 - tokens))
+    for rows in ([given_TD], [once_TD, given_TD]):
+        once, again = ([each] * len(rows) for each in (once_TD, again_TD))
+        for further in ([again], [once, again], [again, once]):
+            assert is_evident(rows, once, further, ALLOWED, RELATIVE) is expected
+        assert is_evident(rows, again, [once], ALLOWED, RELATIVE) is expected
+        assert not is_evident(rows, once, [again], None, RELATIVE)
+
+
+def test_outputs_that_one_of_several_computations_gives_are_not_evident() -> None:
+    once_TD, again_TD = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1))
+    tight = Threshold(token=1e-9, mean=1e-9, clip=1e-9, fitted_tokens=1)
+    far = 1e3 * torch.ones(64, 128)
+    assert is_evident([far], [once_TD], [[once_TD]], tight, RELATIVE)
+    for further in ([[again_TD]], [[once_TD], [again_TD]]):
+        assert not is_evident([again_TD], [once_TD], further, tight, RELATIVE)

@@ -84,6 +84,7 @@ class AutoDistributedModelForCausalLM:
         require_attestation: str | Path | None = None,
         verify: RedundancyName = "none",
         keep_session: str | Path | None = None,
+        publish_evidence: bool = False,
     ) -> DistributedModelForCausalLM:
         """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
 
@@ -117,7 +118,8 @@ class AutoDistributedModelForCausalLM:
         something else is logged by name and not used any more. `audit_scheme` is how outputs are
         compared (`verification/schemes.py`). `keep_session` is a folder for what the audited nodes
         got and gave in each session, which `nesa-node verify` audits again; it tells the session's
-        text.
+        text. `publish_evidence` shows the hidden states of wrong work to up to three nodes with the
+        same blocks, which check them and report the node that lied.
 
         `require_attestation` is a policy (a JSON or TOML file): only nodes are used whose hardware
         proves what it demands (`docs/verification.md`).
@@ -158,6 +160,7 @@ class AutoDistributedModelForCausalLM:
                 None if require_attestation is None else user_path(require_attestation)
             ),
             keep_session=None if keep_session is None else user_path(keep_session),
+            publish_evidence=publish_evidence,
             decisions_path=default_decisions_path(),
         )
         return build_model(

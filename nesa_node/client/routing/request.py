@@ -80,6 +80,9 @@ class ConnectionOptions:
     keep_session: Path | None = None
     """Folder for the work of audited nodes, to be audited again; None: it is not kept."""
 
+    publish_evidence: bool = False
+    """Whether nodes that hold the same blocks get the values of wrong work, to check them."""
+
     decisions_path: Path | None = None
     """Log of the last decisions, for `nesa-node explain`; None: not recorded."""
 
@@ -132,6 +135,7 @@ class ConnectionOptions:
             audits_path=default_audits_path(),
             require_attestation=config.require_attestation,
             keep_session=config.keep_session,
+            publish_evidence=config.publish_evidence,
             decisions_path=default_decisions_path(),
         )
 

@@ -48,6 +48,7 @@ from nesa_node.swarm.dht.adapter_notices import AdapterNotice
 from nesa_node.swarm.dht.training_notices import SessionPlan
 from nesa_node.swarm.evidence import EVIDENCE_INTERVAL_S, EvidenceExchange
 from nesa_node.swarm.node import Swarm, open_swarm, swarm_samples
+from nesa_node.swarm.openings import OpeningSender
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.link_measurements import ping
 from nesa_node.swarm.p2p.tasks import TaskSet
@@ -154,6 +155,8 @@ class RemoteConnection:
                 swarm.failure_reporter.record_failure, request.model_id, kind="wrong"
             )
             auditor.publish_proof = self._evidence.publish
+            if options.publish_evidence:
+                auditor.openings = OpeningSender(swarm, request.model_id, num_blocks)
             auditor.adapters = AdapterFetcher(
                 swarm, request.model_id, num_blocks, self.find_adapter
             )

@@ -45,6 +45,7 @@ from nesa_node.engine.adapters.peft_folder import PeftFolder
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.evidence import Proof
+from nesa_node.swarm.openings import OpeningSender
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.messages import Computation
 from nesa_node.swarm.protocol.stream import peer_timeout
@@ -140,6 +141,8 @@ class Auditor(SessionAuditor):
         """Called with each node that failed, to tell the swarm: it avoids the node for a while."""
         self.publish_proof: Callable[[Proof], Coroutine[Any, Any, None]] | None = None
         """Called with a node's contradiction of itself, for other members to check."""
+        self.openings: OpeningSender | None = None
+        """Sends wrong work to other nodes, to check it; None: its values are shown to none."""
         self.keep_session: Path | None = None
         """Folder for the work of audited hops, to be audited again; None: it is not kept."""
         self._checkpoint = checkpoint
@@ -297,6 +300,12 @@ class Auditor(SessionAuditor):
                 records = [self._record(hop, "not audited", str(error))]
         # All are to be kept, and only the first is about the session.
         wrong, *_ = [await self._finish(work.session, record) for record in records]
+        is_failed = (records[0].outcome, records[0].peer) == ("failed", work.peer)
+        rows = work.opened_rows()
+        if is_failed and self.openings is not None and work.sealed is not None and rows:
+            seal, secret = work.sealed.seal, work.sealed.secret
+            sending = self.openings.send(work.peer, work.span, seal, secret, rows)
+            self._tasks.start(sending, name="opening")
         return wrong
 
     async def _compute_again(self, work: HopWork, hop: Hop) -> list[AuditRecord]:

@@ -8,31 +8,22 @@ L tokens of a row, P positions of it whose outputs are known, D hidden, E expert
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nesa_node.client.verification.session_audit import HopWork, NotAuditedError
 from nesa_node.compression.tensors import DTYPES
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.adapters.peft_folder import PeftFolder
-from nesa_node.engine.adapters.served_adapter import ServedAdapter
-from nesa_node.engine.cache.pages import PAGE_TOKENS, pages_for
-from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
-from nesa_node.engine.model.loading import load_blocks
+from nesa_node.engine.model.recomputation import run_block
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.skeleton import Skeleton
 from nesa_node.verification.comparison import perturb
-
-ROUTER_CLOSENESS = 1e-5
-"""Two experts' logits are nearly equal if closer than this multiple of a token's largest one: in
-float32, and in coarser dtypes by as much more as these round."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,19 +92,19 @@ def recompute(
                 torch.cat([prefix_LD, vary(row.inputs_LD.to(dtype))])
                 for prefix_LD, row in zip(hidden, work.rows, strict=True)
             ]
-        blocks = load_blocks(
-            checkpoint,
-            Span(block, block + 1),
-            dtype=dtype,
-            device="cpu",
-            quant_type=cast(QuantType, declared.quantization),
-        )
-        served = None if adapter is None else blocks.load_adapter(adapter)
-        for row, hidden_LD in enumerate(hidden):
-            with _ties_of_routers(checkpoint, blocks) as ties:
-                hidden[row] = _run_row(blocks, hidden_LD, served, by_token=by_token)
-            if ties:
-                tied_L = torch.cat(ties)
+        for row, (hidden_LD, tied_L) in enumerate(
+            run_block(
+                checkpoint,
+                block,
+                hidden,
+                dtype=dtype,
+                quant_type=cast(QuantType, declared.quantization),
+                adapter=adapter,
+                by_token=by_token,
+            )
+        ):
+            hidden[row] = hidden_LD
+            if tied_L is not None:
                 if block == span.end - 1:
                     undecided[row] |= tied_L
                 elif tied_L.any():
@@ -123,45 +114,3 @@ def recompute(
         [output_LD[list(row.positions)] for row, output_LD in zip(work.rows, hidden, strict=True)],
         [each_L[list(row.positions)] for row, each_L in zip(work.rows, undecided, strict=True)],
     )
-
-
-@contextmanager
-def _ties_of_routers(checkpoint: Checkpoint, blocks: ModelBlocks) -> Iterator[list[Tensor]]:
-    """Collects whether the block's router was undecided: [T] of each chunk that it runs."""
-    ties: list[Tensor] = []
-    with ExitStack() as stack:
-        for router in blocks.routers():
-            taken = int(checkpoint.config.num_experts_per_tok)
-            hook = router.register_forward_hook(partial(_note_ties, ties, taken))
-            stack.callback(hook.remove)
-        yield ties
-
-
-def _note_ties(
-    ties: list[Tensor], taken: int, _: nn.Module, __: object, output: tuple[Tensor, ...]
-) -> None:
-    """Forward hook of a router."""
-    logits_TE = output[0]
-    closeness = ROUTER_CLOSENESS * torch.finfo(logits_TE.dtype).eps / torch.finfo(torch.float32).eps
-    logits_TE = logits_TE.to("cpu", torch.float32)
-    if taken >= logits_TE.shape[1]:
-        return
-    best_TE = logits_TE.topk(taken + 1).values
-    gaps_T = best_TE[:, taken - 1] - best_TE[:, taken]
-    ties.append(gaps_T < closeness * logits_TE.abs().amax(1))
-
-
-def _run_row(
-    blocks: ModelBlocks, hidden_LD: Tensor, adapter: ServedAdapter | None, *, by_token: bool
-) -> Tensor:
-    if not len(hidden_LD):
-        return hidden_LD
-    pages = pages_for(len(hidden_LD))
-    chunks = torch.split(hidden_LD, 1 if by_token else len(hidden_LD))
-    # Closed, so that the cache is freed at once and not when cycles of objects are collected.
-    with closing(blocks.new_pool(pages * PAGE_TOKENS).reserve(pages)) as reservation:
-        table = reservation.new_table()
-        table.reserve(len(hidden_LD))
-        return torch.cat(
-            [blocks.forward(chunk, [RowChunk(table, len(chunk), adapter)]) for chunk in chunks]
-        )

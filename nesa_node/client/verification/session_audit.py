@@ -25,6 +25,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.swarm.evidence import Proof, find_proof
+from nesa_node.swarm.openings import OpenedRow
 from nesa_node.swarm.protocol.messages import Computation, RowSlice
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer
 from nesa_node.swarm.protocol.seal_messages import (
@@ -81,6 +82,16 @@ class HopWork:
     """Digest of the session's adapter; empty: none."""
     sealed: SealedWith | None = None
     """None where the work is no sealed one, such as a part of it."""
+
+    def opened_rows(self) -> list[OpenedRow]:
+        """What nodes with the same blocks can check; nothing where they could not."""
+        if not self.is_own or self.adapter:
+            return []
+        return [
+            OpenedRow(row.row, row.inputs_LD, row.positions, row.outputs_PD)
+            for row in self.rows
+            if row.positions
+        ]
 
 
 class NotAuditedError(NesaError):

@@ -275,6 +275,12 @@ class ClientConfig(SharedConfig):
         "Swarm",
         "Folder for what audited nodes got and gave in each session, for `nesa-node verify`.",
     )
+    publish_evidence: bool = setting(
+        False,
+        "Swarm",
+        "Show the hidden states of work that an audit found wrong to up to three nodes with the "
+        "same blocks, which check them and tell the swarm.",
+    )
     reuse_prefix: bool = setting(
         True, "Swarm", "Reuse cached prefixes of earlier prompts on nodes."
     )

@@ -30,6 +30,7 @@ from nesa_node.server.adapters.adapter_server import AdapterServer
 from nesa_node.server.adapters.store import AdapterStore
 from nesa_node.server.attestation.attestation_server import AttestationServer
 from nesa_node.server.attestation.quote_sources import make_quote_source
+from nesa_node.server.evidence.opening_server import OpeningServer
 from nesa_node.server.node.announcer import Announcer, NodeFacts
 from nesa_node.server.node.invitation import (
     check_ready_file,
@@ -69,6 +70,7 @@ from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import running_in_background
 from nesa_node.swarm.protocol.adapter_messages import ADAPTER_PROTOCOL
 from nesa_node.swarm.protocol.attest_messages import ATTEST_PROTOCOL
+from nesa_node.swarm.protocol.seal_messages import EVIDENCE_PROTOCOL
 from nesa_node.topology.roofline import Roofline
 
 log = get_logger(__name__)
@@ -218,6 +220,20 @@ async def serve_node(
             refusals=refusals,
         )
         await swarm.transport.serve(ATTEST_PROTOCOL, attestation.handle)
+        openings = OpeningServer(
+            swarm,
+            served.model_id,
+            served.checkpoint,
+            find_span=runner.find_served_span,
+            find_addresses=partial(
+                swarm.directory.addresses, served.model_id, served.checkpoint.num_blocks
+            ),
+            report_wrong=partial(_report_wrong, swarm, served.model_id),
+            allow=frozenset(config.allow_peers),
+            deny=frozenset(config.deny_peers),
+            refusals=refusals,
+        )
+        await swarm.transport.serve(EVIDENCE_PROTOCOL, openings.handle)
         addresses, sources = swarm.transport.addresses, metric_sources or MetricRegistry()
         with register_known_swarm(config, addresses, served.model_id):
             side_tasks = [] if side_task is None else [side_task(addresses)]
@@ -235,6 +251,7 @@ async def serve_node(
                         async with running_in_background(*services):
                             await runner.run()
                 finally:
+                    await openings.close()
                     await _withdraw(swarm)
 
 
@@ -447,8 +464,13 @@ def _act_on_proof(swarm: Swarm, model_id: ModelId, proof: Proof) -> None:
             "other program signs with this node's identity",
         )
     else:
-        log.error("evidence_holds", peer=proof.accused, reason=proof.reason)
-        swarm.failure_reporter.record_failure(model_id, proof.accused, "wrong")
+        _report_wrong(swarm, model_id, proof.accused, proof.reason)
+
+
+def _report_wrong(swarm: Swarm, model_id: ModelId, accused: PeerId, reason: str) -> None:
+    """Report a node in this one's name, which has checked evidence against it."""
+    log.error("evidence_holds", peer=accused, reason=reason)
+    swarm.failure_reporter.record_failure(model_id, accused, "wrong")
 
 
 def make_move_limiter(config: NodeConfig) -> MoveLimiter:

@@ -112,6 +112,10 @@ class SpanRunner:
             asked, found = asked + prefixes.queried_tokens, found + prefixes.reused_tokens
         return asked, found
 
+    def find_served_span(self) -> Span | None:
+        """The span that is served now; None in between."""
+        return None if self.served_span is None else self.served_span.blocks.span
+
     def find_served_weights(self) -> tuple[Span, bytes] | None:
         """The span that is served now and the root of its weights; None in between, and where
         nothing asked for roots.

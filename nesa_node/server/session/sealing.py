@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from nesa_node.compression.codecs import UNCOMPRESSED
+from nesa_node.compression.codecs import EXACT, UNCOMPRESSED, allows_codec
 from nesa_node.compression.tensors import DTYPE_NAMES, HiddenStates, TensorMeta, decode
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.model.blocks import ModelBlocks
@@ -57,6 +57,8 @@ class SessionSealer:
         self._unsealed_tokens = 0
         self._number = 0
         self._cuts = 0
+        # Rounded to the session's dtype, outputs are not what was computed.
+        self._is_exact = opened.dtype == computation.dtype
 
     @property
     def is_due(self) -> bool:
@@ -77,6 +79,8 @@ class SessionSealer:
         if meta.codec == UNCOMPRESSED:
             sent = HiddenStates(meta, memoryview(payload))
         else:
+            # Kept for all of the session: which rows have these outputs is not followed.
+            self._is_exact &= allows_codec(EXACT, meta.codec)
             decoding = partial(decode, meta, payload, max_bytes=meta.max_nbytes)
             is_quick = meta.decoded_nbytes < OFF_LOOP_BYTES
             decoded_TD = decoding() if is_quick else await asyncio.to_thread(decoding)
@@ -129,5 +133,7 @@ class SessionSealer:
             rows=sealed_rows(self._seals.roots()),
             # Not the epoch: that begins before the rows are cut, and a seal may fall between.
             cuts=self._cuts,
+            adapter=self._opened.adapter,
+            is_exact=self._is_exact,
         )
         return sign_seal(self._identity, statement, requested=requested)

@@ -55,7 +55,16 @@ from nesa_node.swarm.protocol.messages import (
     TransferOpen,
     TransferOpened,
 )
-from nesa_node.swarm.protocol.seal_messages import Disclose, Disclosed, Seal, SealRequest
+from nesa_node.swarm.protocol.seal_messages import (
+    Disclose,
+    Disclosed,
+    Opening,
+    OpeningOffer,
+    OpeningTaken,
+    OpeningWanted,
+    Seal,
+    SealRequest,
+)
 from nesa_node.swarm.protocol.training_messages import (
     TrainApplied,
     TrainApply,
@@ -89,6 +98,7 @@ AnyMessage = (
     | HandedOver | TransferOpen | TransferOpened | Pages | Sync | Synced | Reorder
     | Reordered | Probe | Received
     | SealRequest | Seal | Disclose | Disclosed
+    | OpeningOffer | OpeningWanted | Opening | OpeningTaken
     | TrainOpen | TrainOpened | TrainBegin | TrainBegan | TrainForward | TrainOutput
     | TrainBackward | TrainGradient | TrainNorm | TrainNormed | TrainApply | TrainApplied
     | TrainCollect | TrainGradients | TrainReduced | TrainFetch | TrainParameters
@@ -100,7 +110,7 @@ AnyMessage = (
 )  # fmt: skip
 
 _WithTensor = (
-    Step | Output | Pages | Probe | Disclosed
+    Step | Output | Pages | Probe | Disclosed | Opening
     | TrainForward | TrainOutput | TrainBackward | TrainGradient | TrainTensor
 )  # fmt: skip
 

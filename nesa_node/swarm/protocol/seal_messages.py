@@ -14,6 +14,7 @@ from nesa_node.core.ids import PeerId
 from nesa_node.swarm.p2p.identity import Identity, verify_signature
 from nesa_node.swarm.protocol.messages import (
     MAX_ROWS,
+    AdapterName,
     BlockRange,
     Computation,
     Count,
@@ -26,6 +27,8 @@ from nesa_node.swarm.protocol.messages import (
 from nesa_node.verification.evidence import SealedState
 from nesa_node.verification.seal_tree import HASH_BYTES, RowRoots
 
+EVIDENCE_PROTOCOL = "/nesa/evidence/1"
+"""Streams on which openings of seals are sent to nodes that can check them, one each."""
 SEALED_SINCE = (1, 7)
 """First protocol version with seals."""
 MAX_STATEMENT_BYTES = 24 * 1024
@@ -57,6 +60,10 @@ class SealStatement(msgspec.Struct, frozen=True):
     rows: Annotated[tuple[SealedRow, ...], Meta(min_length=1, max_length=MAX_ROWS)]
     cuts: Epoch | None = None
     """How often the rows were cut or reordered before; None: the node's version does not count."""
+    adapter: AdapterName = b""
+    """Digest of the session's adapter; empty: none."""
+    is_exact: bool = False
+    """Whether all outputs are sealed as computed: no codec lost anything. False: unknown, too."""
 
     @property
     def state(self) -> SealedState:
@@ -90,6 +97,36 @@ class Disclosed(Message, frozen=True, tag="disclosed"):
 
     rows: Annotated[tuple[RowSlice, ...], Meta(max_length=MAX_ROWS)]
     tensor: TensorMeta
+
+
+class OpeningOffer(Message, frozen=True, kw_only=True, tag="opening_offer"):
+    """Any peer to node: I have the values of a seal of `accused`, which are wrong."""
+
+    model: Annotated[str, Meta(max_length=256)]
+    membership: Annotated[bytes, Meta(max_length=64)] = b""
+    """In a private swarm the proof that the sender knows its key (`adapter_proof`)."""
+    accused: PeerName
+    blocks: BlockRange
+
+
+class OpeningWanted(Message, frozen=True, tag="opening_wanted"):
+    """Node to peer: send them."""
+
+
+class Opening(Message, frozen=True, kw_only=True, tag="opening"):
+    """Any peer to node: a seal, the session's secret, and the values [T, D] of some rows: all of
+    their inputs, then the outputs that went anywhere."""
+
+    statement: Annotated[bytes, Meta(max_length=MAX_STATEMENT_BYTES)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    inputs: Slices
+    outputs: Slices
+    tensor: TensorMeta
+
+
+class OpeningTaken(Message, frozen=True, tag="opening_taken"):
+    """Node to peer: it will be checked."""
 
 
 def sign_seal(identity: Identity, statement: SealStatement, *, requested: bool = False) -> Seal:

@@ -16,7 +16,14 @@ from nesa_node.core.ids import PeerId
 from nesa_node.server.session.output_sender import OutputSender
 from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.server.session.session_state import SessionState
-from nesa_node.swarm.protocol.messages import VERSION, Downstream, Message, Mode, RowSlice
+from nesa_node.swarm.protocol.messages import (
+    VERSION,
+    Computation,
+    Downstream,
+    Message,
+    Mode,
+    RowSlice,
+)
 from nesa_node.swarm.protocol.replay_buffer import ReplaySlice, SentStep
 from tests.turns import turns_of_the_loop
 
@@ -67,7 +74,7 @@ def state_of(mode: Mode) -> SessionState:
         queue,
         cast(Any, None),
         limits,
-        SessionSealer(cast(Any, None), opened, cast(Any, None)),
+        SessionSealer(cast(Any, None), opened, Computation("float32", "none", "cpu")),
     )
 
 

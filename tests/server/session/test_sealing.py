@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 import torch
 
 from nesa_node.compression import tensors
+from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import ProtocolError
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.server.scheduler.session_queue import FinishedStep
 from nesa_node.server.session.output_sender import OutputSender
+from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.server.session.session_state import SessionState
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.protocol.messages import (
+    VERSION,
     Computation,
     ErrorMessage,
     Linked,
+    Open,
     Opened,
     Reordered,
     RolledBack,
@@ -78,6 +82,7 @@ async def test_a_seal_is_of_what_came_and_went(blocks: ModelBlocks) -> None:
         stated = await requested_seal(peer)
         assert stated.rows == sealed_rows(expected(peer, 2, inputs, outputs).roots())
         assert (stated.session, stated.nonce) == (peer.session, opened.nonce)
+        assert (stated.is_exact, stated.adapter) == (True, b"")
         assert (
             stated.computation
             == opened.computation
@@ -101,7 +106,29 @@ async def test_lossy_outputs_are_sealed_as_they_are_decoded(blocks: ModelBlocks)
         came_TD = tensors.decode(again, data, max_bytes=again.max_nbytes)
         seals = expected(peer, 1, [(0, 0, came_TD)], [(0, 0, output_TD)])
         assert stated.rows == sealed_rows(seals.roots())
+        assert not stated.is_exact
         await peer.end()
+
+
+@pytest.mark.parametrize("codec", ["none", "lossless", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_seal_says_whether_its_outputs_are_what_was_computed(
+    tmp_path: Path, codec: str, dtype: Literal["float32", "bfloat16"]
+) -> None:
+    """Else a client could show a node's honest outputs as wrong ones."""
+    opened = Open(
+        version=VERSION, model="tiny@0", session=bytes(16), secret=bytes(32), blocks=(0, 2), rows=1,
+        max_tokens=100, mode="star", dtype=dtype, epoch=0, upstream=None, adapter=b"a" * 32,
+    )  # fmt: skip
+    node = Identity.ephemeral(tmp_path)
+    sealer = SessionSealer(node, opened, STATED.computation)
+    values_TD = torch.randn(4, 64)
+    rows = (RowSlice(0, 0, 4),)
+    await sealer.add_inputs(rows, HiddenStates.from_tensor(values_TD))
+    await sealer.add_outputs(rows, *tensors.encode(values_TD, codec=codec))
+    stated = open_seal(sealer.make_seal(0), node.peer_id)
+    assert stated.is_exact == (codec != "int8" and dtype == "float32")
+    assert stated.adapter == b"a" * 32
 
 
 async def test_rollbacks_and_forks_cut_and_copy_what_is_sealed(blocks: ModelBlocks) -> None:

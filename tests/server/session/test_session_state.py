@@ -13,7 +13,7 @@ from nesa_node.core.ids import PeerId, Span
 from nesa_node.server.scheduler.session_queue import SessionQueue
 from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.server.session.session_state import SessionState, StepSequencer, decode_step
-from nesa_node.swarm.protocol.messages import VERSION, RowSlice, Step
+from nesa_node.swarm.protocol.messages import VERSION, Computation, RowSlice, Step
 
 SESSION = b"s" * 16
 HIDDEN = 8
@@ -50,7 +50,7 @@ class Inbox(StepSequencer):
             queue,
             cast(Any, None),
             limits,
-            SessionSealer(cast(Any, None), opened, cast(Any, None)),
+            SessionSealer(cast(Any, None), opened, Computation("float32", "none", "cpu")),
         )
         super().__init__(self.state, self._outgrow)
 
