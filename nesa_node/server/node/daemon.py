@@ -454,17 +454,17 @@ def _services(
     return services
 
 
-def _act_on_proof(swarm: Swarm, model_id: ModelId, proof: Proof) -> None:
+def _act_on_proof(swarm: Swarm, model_id: ModelId, found: Proof) -> None:
     """Warn clients, also those that read no evidence, or this node's operator."""
-    if proof.accused == swarm.identity.peer_id:
+    if found.accused == swarm.identity.peer_id:
         log.error(
             "evidence_against_this_node",
-            reason=proof.reason,
+            reason=found.reason,
             hint="its own seals contradict each other: check the machine's memory, and that no "
             "other program signs with this node's identity",
         )
     else:
-        _report_wrong(swarm, model_id, proof.accused, proof.reason)
+        _report_wrong(swarm, model_id, found.accused, found.reason)
 
 
 def _report_wrong(swarm: Swarm, model_id: ModelId, accused: PeerId, reason: str) -> None:
