@@ -10,18 +10,19 @@ T tokens, D hidden.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Protocol
 
 import torch
 
-from nesa_node.verification.comparison import MIN_QUANTILE_TOKENS, Measure, Threshold, judge
+from nesa_node.verification.comparison import MIN_QUANTILE_TOKENS, PairErrors, Threshold, judge
 
 
 @dataclass(frozen=True, slots=True)
 class AgreementRule:
-    """How many nodes compute the same, and how many of them must agree."""
+    """How many replicas compute the same, and how many of them must agree."""
 
     copies: int
     needed: int
@@ -44,28 +45,41 @@ def largest_group(members: int, agree: Callable[[int, int], bool]) -> tuple[int,
     return (0,) if members else ()
 
 
+class PairMeasure(Protocol):
+    """A way to compare several computations of the same."""
+
+    @property
+    def scheme(self) -> str: ...
+
+    def errors_of_pairs(self, outputs: Sequence[torch.Tensor]) -> PairErrors:
+        """Errors of each two of `outputs` [T, D]. Infinite where not finite."""
+        ...
+
+
 class AgreementHistory:
-    """Errors between the nodes that compute the same blocks, of the last tokens of a session.
+    """Errors between replicas that compute the same blocks, of the last tokens of a session.
 
     Means say more than single tokens, and a decode step has one token of each row.
     """
 
-    def __init__(self, measure: Measure, allowed: Threshold) -> None:
+    def __init__(self, measure: PairMeasure, allowed: Threshold) -> None:
         self._measure = measure
         self._allowed = allowed
-        self._recent: dict[tuple[str, str], torch.Tensor] = defaultdict(
+        self._recent: dict[tuple[Hashable, Hashable], torch.Tensor] = defaultdict(
             lambda: torch.empty(0, dtype=torch.float64)
         )
 
-    def find_group(self, names: Sequence[str], outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    def find_group(
+        self, names: Sequence[Hashable], outputs: Sequence[torch.Tensor]
+    ) -> tuple[int, ...]:
         """Indices of the largest group of `names` whose outputs [T, D] agree, and did before."""
         if not len(outputs[0]):
             return tuple(range(len(names)))
+        errors = self._measure.errors_of_pairs(outputs)
 
         def agree(one: int, other: int) -> bool:
             pair = names[one], names[other]
-            errors = self._measure.errors(outputs[one], outputs[other])
-            window = torch.cat([self._recent[pair], errors])
+            window = torch.cat([self._recent[pair], errors[one, other]])
             self._recent[pair] = window[-MIN_QUANTILE_TOKENS:]
             return (
                 judge(window, len(window), self._measure.scheme, self._allowed).outcome == "passed"

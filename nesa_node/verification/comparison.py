@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from itertools import combinations
 from typing import Literal
 
 import torch
@@ -48,6 +49,8 @@ EVIDENT_FACTOR = 8.0
 to be believed: see `is_evident`."""
 
 Outcome = Literal["passed", "failed", "uncalibrated"]
+PairErrors = Mapping[tuple[int, int], torch.Tensor]
+"""Errors [T] of each two of several computations of the same, by their indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,11 @@ class Measure:
         return scheme.errors(
             scheme.sketch(given_TD, self.seed), scheme.sketch(expected_TD, self.seed)
         )
+
+    def errors_of_pairs(self, outputs: Sequence[torch.Tensor]) -> PairErrors:
+        """`errors` of each two of several outputs [T, D], by their indices."""
+        pairs = combinations(range(len(outputs)), 2)
+        return {(one, other): self.errors(outputs[one], outputs[other]) for one, other in pairs}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Session whose blocks several nodes compute, each alone, in a star: the largest group is believed.
+"""Session whose blocks several replicas compute, each alone: the largest group is believed.
 
-No node is told what another one answered, and nothing is sent on before all have answered: a node
-cannot copy from a faster one what it did not compute. Nodes that are outvoted are replaced at that
-step.
+No replica is told what another one answered, and nothing is sent on before all have answered: a
+node cannot copy from a faster one what it did not compute. Replicas that are outvoted are replaced
+at that step.
 
 T packed tokens, D hidden.
 """
@@ -19,9 +19,9 @@ import torch
 
 from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, DrawnAudits, Failover
 from nesa_node.client.session.session import RemoteSession
-from nesa_node.client.verification.replica_selection import ReplicatedSpan
+from nesa_node.client.verification.replica_selection import Replica, ReplicatedSpan
 from nesa_node.core.errors import MissingBlocksError, NesaError, WrongActivationsError
-from nesa_node.core.ids import PeerId, Span
+from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.protocol.messages import RowSlice, Want
@@ -29,27 +29,27 @@ from nesa_node.verification.agreement import AgreementHistory, AgreementRule
 
 log = get_logger(__name__)
 
-NewSession = Callable[[Span, PeerId], RemoteSession]
-"""A session of `span` at one node, not open yet."""
+NewSession = Callable[[Span, Replica], RemoteSession]
+"""A session of a span at one replica, not open yet."""
 NewHistory = Callable[[Span, RemoteSession], AgreementHistory]
-"""How outputs of `span` are compared, by what an open session's node declares to compute with."""
-ReportOutvoted = Callable[[Hop, bytes, str], Awaitable[None]]
-"""Gets a node, the id of its session, and what it did."""
+"""How outputs of a span are compared, by what an open session's node declares to compute with."""
+ReportOutvoted = Callable[[RemoteSession, str], Awaitable[None]]
+"""Gets the session at a replica, and what that did."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """The nodes that compute the blocks `span`."""
+    """The replicas that compute the blocks `span`."""
 
     span: Span
-    spares: list[PeerId]
-    """Nodes that may replace one; each is asked once."""
-    members: dict[PeerId, RemoteSession] = field(default_factory=dict)
+    spares: list[Replica]
+    """Those that may replace one; each is asked once."""
+    members: dict[Replica, RemoteSession] = field(default_factory=dict)
     history: AgreementHistory | None = None
 
 
 class RedundantSession:
-    """`BlockSession` over nodes that check each other by `rule`."""
+    """`BlockSession` over replicas that check each other by `rule`."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RedundantSession:
         self.rows = rows
         self.max_tokens = max_tokens
         self._rule = rule
-        self._groups = [_Group(part.span, list(part.peers)) for part in parts]
+        self._groups = [_Group(part.span, list(part.replicas)) for part in parts]
         self._new_session = new_session
         self._new_history = new_history
         self._report_outvoted = report_outvoted
@@ -94,7 +94,7 @@ class RedundantSession:
         return sum((session.drawn_audits for session in self._sessions()), DrawnAudits())
 
     async def open(self) -> None:
-        """Open all sessions. Raises `MissingBlocksError` where too few nodes can be used."""
+        """Open all sessions. Raises `MissingBlocksError` where too few replicas can be used."""
         await asyncio.gather(*(self._fill(group, []) for group in self._groups))
         for group in self._groups:
             self._check_members(group, self._rule.copies)
@@ -104,7 +104,7 @@ class RedundantSession:
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
     ) -> torch.Tensor:
-        """See `BlockSession.step`. Raises `WrongActivationsError` where too few nodes agree."""
+        """See `BlockSession.step`. Raises `WrongActivationsError` where too few replicas agree."""
         for group in self._groups:
             # Of inner blocks all outputs are needed.
             its = want if group is self._groups[-1] else "all"
@@ -141,66 +141,67 @@ class RedundantSession:
             *(session.step(hidden_TD, rows, want=want) for session in members.values()),
             return_exceptions=True,
         )
-        outputs: dict[PeerId, torch.Tensor] = {}
-        for peer, answer in zip(members, answers, strict=True):
+        outputs: dict[Replica, torch.Tensor] = {}
+        for replica, answer in zip(members, answers, strict=True):
             if isinstance(answer, torch.Tensor):
-                outputs[peer] = answer
+                outputs[replica] = answer
             elif isinstance(answer, NesaError):
-                await self._leave(group, peer, str(answer))
+                await self._leave(group, replica, str(answer))
             else:
                 raise answer
         self._check_members(group, self._rule.needed)
-        peers = list(outputs)
+        replicas = list(outputs)
         assert group.history is not None
-        agreeing = group.history.find_group(peers, list(outputs.values()))
+        agreeing = await asyncio.to_thread(
+            group.history.find_group, replicas, list(outputs.values())
+        )
         if len(agreeing) < self._rule.needed:
             blocks = group.span.start, group.span.end
             raise WrongActivationsError(
                 None,
                 blocks,
                 min(part.position for part in rows),
-                f"{', '.join(peers)} compute blocks {group.span} differently, and at least "
-                f"{self._rule.needed} must agree",
+                f"{', '.join(map(_name, replicas))} compute blocks {group.span} differently, and "
+                f"at least {self._rule.needed} must agree",
             )
-        believed = [peers[index] for index in agreeing]
-        for peer in outputs.keys() - set(believed):
-            reason = f"{len(believed)} of {len(peers)} nodes agree on something else"
-            session = members[peer].session_id
-            await self._report_outvoted(Hop(peer, group.span), session, reason)
-            await self._leave(group, peer, reason)
+        believed = [replicas[index] for index in agreeing]
+        for replica in outputs.keys() - set(believed):
+            reason = f"{len(believed)} of {len(replicas)} nodes agree on something else"
+            await self._report_outvoted(members[replica], reason)
+            await self._leave(group, replica, reason)
         if len(group.members) < self._rule.copies:
             await self._fill(group, await group.members[believed[0]].read_inputs())
         return outputs[believed[0]]
 
-    async def _leave(self, group: _Group, peer: PeerId, reason: str) -> None:
+    async def _leave(self, group: _Group, replica: Replica, reason: str) -> None:
         began = time.monotonic()
-        log.warning("replica_left", peer=peer, blocks=str(group.span), reason=reason)
-        await group.members.pop(peer).close()
+        log.warning("replica_left", peers=sorted(replica), blocks=str(group.span), reason=reason)
+        await group.members.pop(replica).close()
         took_ms = (time.monotonic() - began) * 1000
-        self._failovers.append(Failover(time.time(), (peer,), took_ms))
+        self._failovers.append(Failover(time.time(), tuple(sorted(replica)), took_ms))
 
     async def _fill(self, group: _Group, given: Sequence[tuple[RowSlice, torch.Tensor]]) -> None:
         """Open sessions at spares, as many as are missing, and have them compute `given`."""
         while group.spares and (missing := self._rule.copies - len(group.members)) > 0:
             tried, group.spares = group.spares[:missing], group.spares[missing:]
-            await asyncio.gather(*(self._add_member(group, peer, given) for peer in tried))
+            await asyncio.gather(*(self._add_member(group, each, given) for each in tried))
 
     async def _add_member(
-        self, group: _Group, peer: PeerId, given: Sequence[tuple[RowSlice, torch.Tensor]]
+        self, group: _Group, replica: Replica, given: Sequence[tuple[RowSlice, torch.Tensor]]
     ) -> None:
-        session = self._new_session(group.span, peer)
+        session = self._new_session(group.span, replica)
         try:
             await session.open()
             for part, values_LD in given:
                 await session.step(values_LD, [part], want="none")
         except NesaError as error:
-            log.info("replica_not_opened", peer=peer, reason=str(error))
+            log.info("replica_not_opened", peers=sorted(replica), reason=str(error))
             await session.close()
         except BaseException:
             await session.close()
             raise
         else:
-            group.members[peer] = session
+            group.members[replica] = session
 
     @staticmethod
     def _check_members(group: _Group, needed: int) -> None:
@@ -208,3 +209,7 @@ class RedundantSession:
             blocks = group.span.start, group.span.end
             what = f"{found} nodes of {needed} that are needed compute blocks {group.span}"
             raise MissingBlocksError([blocks], what)
+
+
+def _name(replica: Replica) -> str:
+    return " + ".join(sorted(replica))

@@ -13,14 +13,17 @@ from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.topology.snapshot import NodeState
 
+Replica = frozenset[PeerId]
+"""Nodes that compute blocks together: one, or those of a chain."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedSpan:
-    """Consecutive blocks, and nodes that compute them in the same dtype and quantization."""
+    """Consecutive blocks, and replicas that compute them in the same dtype and quantization."""
 
     span: Span
-    peers: tuple[PeerId, ...]
-    """In random order: the first ones compute, the next ones replace them."""
+    replicas: tuple[Replica, ...]
+    """They share no node. In random order: the first ones compute, the next ones replace them."""
 
 
 def choose_replicas(
@@ -77,5 +80,5 @@ def choose_replicas(
     for part in best[span.end]:
         peers = list(holders(part))
         random.SystemRandom().shuffle(peers)
-        chosen.append(ReplicatedSpan(part, tuple(peers)))
+        chosen.append(ReplicatedSpan(part, tuple(frozenset({peer}) for peer in peers)))
     return chosen

@@ -14,10 +14,9 @@ from nesa_node.client.session.session import RemoteSession
 from nesa_node.client.session.telemetry import SessionMetrics
 from nesa_node.client.verification.auditor import Auditor
 from nesa_node.client.verification.redundant_session import RedundantSession
-from nesa_node.client.verification.replica_selection import choose_replicas
+from nesa_node.client.verification.replica_selection import Replica, choose_replicas
 from nesa_node.core.errors import UnsupportedFeatureError
 from nesa_node.core.ids import PeerId, Span
-from nesa_node.routing.chains import Hop
 from nesa_node.swarm.node import Swarm
 from nesa_node.verification.agreement import RULES, AgreementHistory
 from nesa_node.verification.comparison import Measure, find_threshold
@@ -55,10 +54,10 @@ class ReplicaOpener:
             avoided=self._outvoted.union(self._planner.barred),
         )
 
-        def new_session(span: Span, peer: PeerId) -> RemoteSession:
+        def new_session(span: Span, replica: Replica) -> RemoteSession:
             return RemoteSession(
                 self._swarm,
-                _alone(request, span, peer),
+                _alone(request, span, replica),
                 self._planner,
                 OpenLimiter(),
                 rng=random.Random(),
@@ -93,14 +92,15 @@ class ReplicaOpener:
             )
         return AgreementHistory(Measure(self._rule.scheme, secrets.token_bytes(32)), allowed)
 
-    async def _report_outvoted(self, hop: Hop, session: bytes, reason: str) -> None:
+    async def _report_outvoted(self, session: RemoteSession, reason: str) -> None:
         # Not barred: the majority may be one operator's.
+        [hop] = session.hops
         self._outvoted.add(hop.peer_id)
-        await self._auditor.record_outvoted(hop, session, self._name, reason)
+        await self._auditor.record_outvoted(hop, session.session_id, self._name, reason)
 
 
-def _alone(request: RouteRequest, span: Span, peer: PeerId) -> RouteRequest:
-    """The request of a session of `span` at `peer`."""
+def _alone(request: RouteRequest, span: Span, replica: Replica) -> RouteRequest:
+    """The request of a session of `span` at `replica`."""
     options = replace(
         request.options,
         routing="star",
@@ -111,7 +111,7 @@ def _alone(request: RouteRequest, span: Span, peer: PeerId) -> RouteRequest:
     return replace(
         request,
         span=span,
-        allowed_peers=frozenset({peer}),
+        allowed_peers=replica,
         prefix=(),
         prompt_tokens=0,
         options=options,
