@@ -133,13 +133,14 @@ class ReconnectingModel:
 def describe_route(session: InferenceSession) -> str:
     """Text such as `chain …WmQh4s 0:10 → …Pz1kLd 10:20`, with codecs if any is not "none".
 
-    Nodes that compute the same blocks are joined by `+`.
+    Nodes that compute the same blocks are joined by `+`, chains beside each other by `|`.
     """
-    replicas = (list(same) for _, same in groupby(session.hops, key=lambda hop: hop.span))
-    hops = " → ".join(
-        f"{' + '.join(short_peer_id(hop.peer_id) for hop in same)} {same[0].span}"
-        for same in replicas
-    )
+    hops, reached = "", 0
+    for span, same in groupby(session.hops, key=lambda hop: hop.span):
+        if hops:
+            hops += " | " if span.start < reached else " → "
+        hops += f"{' + '.join(short_peer_id(hop.peer_id) for hop in same)} {span}"
+        reached = span.end
     codecs = session.codecs
     compressed = any(codec != "none" for codec in codecs)
     return f"chain {hops}, sent as {' → '.join(codecs)}" if compressed else f"chain {hops}"

@@ -46,6 +46,7 @@ from nesa_node.evaluation.tasks import (
     TaskResult,
     measure_choices,
 )
+from nesa_node.verification.distributions import ComputeLogits
 
 WEIGHTS = ("none", "int8", "nf4")
 WIRE_CODECS = ("none", "blockwise8@2:64:8", "int4@2:32:48")
@@ -122,7 +123,7 @@ class LocalModels:
         connection = LocalConnection(self._load(cell.weights), codec=cell.wire)
 
         @asynccontextmanager
-        async def connect() -> AsyncIterator[SwarmConnection]:
+        async def connect(_: ComputeLogits) -> AsyncIterator[SwarmConnection]:
             yield connection
 
         try:

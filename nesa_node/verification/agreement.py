@@ -2,7 +2,8 @@
 
 Source: "Secure Multiparty Generative AI", algorithm 2. Taken literally it wants more than
 floor(n/2) *other* similar outputs, so that of three nodes one that lies stops the session; "2of3"
-is what it means: most of them agree.
+is what it means: most of them agree. "cdv" has whole chains compute the same, and compares the
+next-token distributions of their last blocks' outputs (`distributions.py`).
 
 T tokens, D hidden.
 """
@@ -18,6 +19,7 @@ from typing import Protocol
 import torch
 
 from nesa_node.verification.comparison import MIN_QUANTILE_TOKENS, PairErrors, Threshold, judge
+from nesa_node.verification.distributions import TOTAL_VARIATION
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +29,19 @@ class AgreementRule:
     copies: int
     needed: int
     scheme: str
+    of_chains: bool = False
+    """Whether the replicas are whole chains, and not nodes of the same blocks."""
+
+    @property
+    def fewest(self) -> int:
+        """Replicas without which a session does not begin. Chains that agree may be two."""
+        return self.needed if self.of_chains else self.copies
 
 
 RULES = {
     "2of3": AgreementRule(copies=3, needed=2, scheme="relative-l2"),
     "paper": AgreementRule(copies=3, needed=3 // 2 + 1 + 1, scheme="dhash"),
+    "cdv": AgreementRule(copies=3, needed=2, scheme=TOTAL_VARIATION, of_chains=True),
 }
 
 

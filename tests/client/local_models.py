@@ -16,6 +16,7 @@ from nesa_node.client.session.base import SwarmConnection
 from nesa_node.core.ids import Span
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.hub import open_checkpoint
+from nesa_node.verification.distributions import ComputeLogits
 from tests.engine.tiny_models import VOCABULARY
 
 
@@ -33,7 +34,7 @@ def local_model(
     )
 
     @asynccontextmanager
-    async def connect() -> AsyncIterator[SwarmConnection]:
+    async def connect(_: ComputeLogits) -> AsyncIterator[SwarmConnection]:
         yield connection
 
     try:

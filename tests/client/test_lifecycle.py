@@ -29,6 +29,7 @@ from nesa_node.core.errors import MissingBlocksError
 from nesa_node.core.ids import Span
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.routing.chains import Hop
+from nesa_node.verification.distributions import ComputeLogits
 from tests.client.local_models import local_model, random_ids
 
 
@@ -104,7 +105,7 @@ class ScriptedConnection(SwarmConnection):
         self._on_step = on_step
 
     @asynccontextmanager
-    async def connect(self) -> AsyncIterator[SwarmConnection]:
+    async def connect(self, _: ComputeLogits) -> AsyncIterator[SwarmConnection]:
         self.joined += 1
         self.left_before.append(self.left)
         yield self
@@ -233,12 +234,12 @@ def test_a_connection_that_failed_is_made_again(tiny: Callable[[str], Path]) -> 
     broken = asyncio.Event()
 
     @asynccontextmanager
-    async def connect() -> AsyncIterator[SwarmConnection]:
+    async def connect(_: ComputeLogits) -> AsyncIterator[SwarmConnection]:
         async def watch() -> None:
             await broken.wait()
             raise OSError("the daemon died")
 
-        async with asyncio.TaskGroup() as group, connection.connect():
+        async with asyncio.TaskGroup() as group, connection.connect(torch.relu):
             task = group.create_task(watch())
             yield connection
             task.cancel()

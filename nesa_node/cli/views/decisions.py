@@ -188,7 +188,8 @@ def _row_key(decision: LoggedDecision) -> tuple[str, str, str]:
     """Key of a row: kind, strategy and reason. Equal neighbours are repeats."""
     body = decision.body
     if decision.kind == "audit":
-        return decision.kind, "", f"{_format_hop(body)} {body['outcome']}"
+        audited = f"{_format_audited(body)} {_format_blocks(body)}"
+        return decision.kind, "", f"{audited} {body['outcome']}"
     chain = body.get("chain") or []
     reason = " → ".join(map(_format_hop, chain)) or str(body.get("reason", ""))
     return decision.kind, str(decision.body.get("strategy", "")), reason
@@ -204,7 +205,7 @@ def print_decision(decision: LoggedDecision) -> None:
 
 def _print_audit(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
     start, end = body["blocks"]
-    what = f"audit of {short_peer_id(body['peer'])}, blocks {start}:{end}, by the {body['auditor']}"
+    what = f"audit of {_format_audited(body)}, blocks {start}:{end}, by the {body['auditor']}"
     console.print(f"{what}, {when}: {body['outcome']}")
     if body["worst"] is not None:
         allowed = body["of_allowed"]
@@ -222,6 +223,12 @@ def _print_audit(console: Console, name: str, when: str, body: Mapping[str, Any]
         f"drawn with a probability of {rate:.0%}: a node that lies in each session is found within "
         f"{sessions_until_found(rate)} of them (95 %)"
     )
+
+
+def _format_audited(body: Mapping[str, Any]) -> str:
+    """The node, or the chain as a whole, that an audit is about."""
+    peers = body.get("chain") or [body["peer"]]
+    return " → ".join(map(short_peer_id, peers))
 
 
 def _print_session(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:

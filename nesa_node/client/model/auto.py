@@ -44,6 +44,7 @@ from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.files import convert_parse_errors
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.engine.weights.tokenizer import load_discovered_tokenizer, load_tokenizer
+from nesa_node.verification.distributions import ComputeLogits
 
 
 class AutoDistributedModelForCausalLM:
@@ -127,6 +128,9 @@ class AutoDistributedModelForCausalLM:
         `verify="2of3"` has three nodes compute each block, in a star, and believes two that agree;
         a node that is outvoted is replaced at that token. "paper": all three must agree ("Secure
         Multiparty Generative AI", algorithm 2, with its dHash), else `WrongActivationsError`.
+        "cdv": three whole chains without a common node compute everything, and next-token
+        distributions are believed that two of them agree on; a chain that is outvoted is left at
+        that token. Not with `client_blocks` at the end of the model.
 
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for contradictory
         arguments, a missing device and malformed initial peers.
@@ -177,10 +181,10 @@ class AutoDistributedModelForCausalLM:
 def connect_by(checkpoint: Checkpoint, options: ConnectionOptions, dtype: torch.dtype) -> Connect:
     """Join the swarm that serves `checkpoint` by `options`; hidden states are sent in `dtype`."""
 
-    def connect() -> AbstractAsyncContextManager[SwarmConnection]:
+    def connect(head: ComputeLogits) -> AbstractAsyncContextManager[SwarmConnection]:
         from nesa_node.client.session.connection import open_connection
 
-        return open_connection(checkpoint, options, dtype)
+        return open_connection(checkpoint, options, dtype, head)
 
     return connect
 

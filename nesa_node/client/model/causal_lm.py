@@ -495,7 +495,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             # In an empty context: tasks of the connection belong to no request.
             with track_wait("the swarm's initial peers to answer"):
                 hold = partial(self._loop.hold, release_last=True)
-                self._connection = Context().run(hold, self._connect())
+                self._connection = Context().run(hold, self._connect(self.ends.head.compute))
             return self._connection.value
 
     def _live_connection(self) -> SwarmConnection | None:

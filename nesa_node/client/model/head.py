@@ -132,6 +132,10 @@ class HeadBatcher:
             self._withdraw(call)
             del call  # it refers to the raised error, and its traceback to this frame
 
+    def compute(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """As a call, but at once and in this thread, which waits for no other caller."""
+        return self._compute(hidden_TD)
+
     async def choose_next(
         self, hidden_1D: torch.Tensor, position: int | None, banned: frozenset[int] = frozenset()
     ) -> NextToken:

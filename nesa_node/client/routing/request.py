@@ -69,7 +69,8 @@ class ConnectionOptions:
     """How an audit compares outputs (`verification/schemes.py`)."""
 
     verify: RedundancyName = "none"
-    """Rule by which several nodes compute each block: then sessions are stars, without prefixes."""
+    """Rule by which several nodes compute each block, in stars, or several chains ("cdv") all
+    blocks. Then sessions reuse no prefixes."""
 
     audits_path: Path | None = None
     """File that remembers what audits said of each node; None: only for this connection."""

@@ -25,6 +25,7 @@ from nesa_node.swarm.protocol.messages import (
     RowSlice,
     Want,
 )
+from nesa_node.verification.distributions import ComputeLogits
 
 SALT_BYTES = 32
 UNKNOWN_TOKEN = -1
@@ -277,5 +278,6 @@ class SwarmConnection(Protocol):
         return ()
 
 
-Connect = Callable[[], AbstractAsyncContextManager[SwarmConnection]]
-"""Joins the swarm. One task enters and leaves it, the latter after all sessions."""
+Connect = Callable[[ComputeLogits], AbstractAsyncContextManager[SwarmConnection]]
+"""Joins the swarm; gets the model's head. One task enters and leaves it, the latter after all
+sessions."""

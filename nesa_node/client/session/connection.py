@@ -55,6 +55,7 @@ from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.messages import RowSlice
 from nesa_node.topology.snapshot import NodeState
 from nesa_node.verification.attestation.policy import read_policy
+from nesa_node.verification.distributions import ComputeLogits
 
 log = get_logger(__name__)
 
@@ -130,8 +131,12 @@ class RemoteConnection:
         num_blocks: int,
         auditor: Auditor | None = None,
         attestor: Attestor | None = None,
+        head: ComputeLogits | None = None,
     ) -> None:
-        """Sessions differ from `request` in span, rows, length and prefix only."""
+        """Sessions differ from `request` in span, rows, length and prefix only.
+
+        `auditor` and `head` are needed where nodes check each other (`options.verify`).
+        """
         swarm.directory.set_num_blocks(request.model_id, num_blocks)
         self.swarm = swarm
         self._request = request
@@ -169,9 +174,11 @@ class RemoteConnection:
         self.metrics = SessionMetrics()
         self._rng = random.Random()
         self._replicas: ReplicaOpener | None = None
-        if auditor is not None and options.verify != "none":
+        if options.verify != "none":
+            assert auditor is not None
+            assert head is not None
             self._replicas = ReplicaOpener(
-                swarm, self._planner, auditor, options.verify, self.metrics
+                swarm, self._planner, auditor, options.verify, self.metrics, head
             )
 
     async def close(self) -> None:
@@ -304,12 +311,15 @@ class RemoteConnection:
 
 @asynccontextmanager
 async def open_connection(
-    checkpoint: Checkpoint, options: ConnectionOptions, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    options: ConnectionOptions,
+    dtype: torch.dtype,
+    head: ComputeLogits | None = None,
 ) -> AsyncIterator[RemoteConnection]:
-    """Join the swarm that serves `checkpoint`; hidden states are sent in `dtype`.
+    """Join the swarm that serves `checkpoint`; hidden states are sent in `dtype`, that of `head`.
 
-    Exits with an exception group of `SwarmError` if libp2p's daemon ends. Raises the `SwarmError`s
-    of `open_swarm`, and `ConfigError` without initial peers.
+    `head` is needed for `options.verify`. Exits with an exception group of `SwarmError` if libp2p's
+    daemon ends. Raises the `SwarmError`s of `open_swarm`, and `ConfigError` without initial peers.
     """
     policy = None
     if options.require_attestation is not None:
@@ -355,7 +365,9 @@ async def open_connection(
         attestor = None
         if policy is not None:
             attestor = Attestor(swarm, request.model_id, checkpoint, policy)
-        connection = RemoteConnection(swarm, request, checkpoint.num_blocks, auditor, attestor)
+        connection = RemoteConnection(
+            swarm, request, checkpoint.num_blocks, auditor, attestor, head
+        )
         stack.push_async_callback(connection.close)
         async with asyncio.TaskGroup() as tasks:
             # Fails the context of a lost connection, so that the next session joins the swarm anew.

@@ -77,8 +77,11 @@ class AuditRecord:
     """Outcome of an audit. Errors are those of `scheme`, `of_allowed` the worst of its bounds."""
 
     peer: PeerId
+    """Empty if this is about a chain as a whole, see `chain`."""
     blocks: tuple[int, int]
     outcome: AuditOutcome
+    chain: tuple[PeerId, ...] = ()
+    """Nodes of a chain that was outvoted: which of them was wrong is not known."""
     auditor: str = "client"
     """Which computed the work again: this client or, by its peer id, a node."""
     drawn_with: float
@@ -247,9 +250,21 @@ class Auditor(SessionAuditor):
             codec,
         )
 
-    async def record_outvoted(self, hop: Hop, session: bytes, rule: str, reason: str) -> None:
-        """Record that other nodes, by `rule`, agree on something else than `hop` answered."""
-        record = replace(self._record(hop, "outvoted", reason), auditor=rule)
+    async def record_outvoted(
+        self, peers: Sequence[PeerId], span: Span, session: bytes, rule: str, reason: str
+    ) -> None:
+        """Record that other nodes, by `rule`, agree on something else than `peers` answered.
+
+        Of several, a chain, none is named: it is not known which of them was wrong.
+        """
+        record = replace(self._record(Hop(peers[0], span), "outvoted", reason), auditor=rule)
+        if len(peers) > 1:
+            record = replace(
+                record,
+                peer=PeerId(""),
+                chain=tuple(peers),
+                reason=f"{reason}; which node of the chain was wrong is not known",
+            )
         await self._finish(session, record)
 
     def _keep_work(self, folder: Path, works: Sequence[HopWork]) -> None:
@@ -452,7 +467,8 @@ class Auditor(SessionAuditor):
         elif record.outcome == "failed":
             self.history.bar(record.peer, record.describe_fault())
         elif record.outcome in ("unclear", "disputed", "outvoted"):
-            self.history.disown_caches(record.peer)
+            for peer in record.chain or (record.peer,):
+                self.history.disown_caches(peer)
         if self._decisions is not None:
             try:
                 self._decisions.add(

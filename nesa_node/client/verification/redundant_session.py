@@ -21,7 +21,7 @@ from nesa_node.client.session.base import MAX_SESSION_FAILOVERS, DrawnAudits, Fa
 from nesa_node.client.session.session import RemoteSession
 from nesa_node.client.verification.replica_selection import Replica, ReplicatedSpan
 from nesa_node.core.errors import MissingBlocksError, NesaError, WrongActivationsError
-from nesa_node.core.ids import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.protocol.messages import RowSlice, Want
@@ -33,8 +33,8 @@ NewSession = Callable[[Span, Replica], RemoteSession]
 """A session of a span at one replica, not open yet."""
 NewHistory = Callable[[Span, RemoteSession], AgreementHistory]
 """How outputs of a span are compared, by what an open session's node declares to compute with."""
-ReportOutvoted = Callable[[RemoteSession, str], Awaitable[None]]
-"""Gets the session at a replica, and what that did."""
+ReportOutvoted = Callable[[Sequence[PeerId], Span, bytes, str], Awaitable[None]]
+"""Gets the nodes of a replica, their blocks, the id of their session, and what they did."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,10 @@ class RedundantSession:
 
     @property
     def failovers(self) -> tuple[Failover, ...]:
-        return tuple(self._failovers)
+        """Replicas that were left, and replacements within those that compute."""
+        within = (loss for session in self._sessions() for loss in session.failovers)
+        found = sorted((*self._failovers, *within), key=lambda loss: loss.at)
+        return tuple(found[-MAX_SESSION_FAILOVERS:])
 
     @property
     def drawn_audits(self) -> DrawnAudits:
@@ -97,7 +100,7 @@ class RedundantSession:
         """Open all sessions. Raises `MissingBlocksError` where too few replicas can be used."""
         await asyncio.gather(*(self._fill(group, []) for group in self._groups))
         for group in self._groups:
-            self._check_members(group, self._rule.copies)
+            self._check_members(group, self._rule.fewest)
             first = next(iter(group.members.values()))
             group.history = self._new_history(group.span, first)
 
@@ -137,6 +140,7 @@ class RedundantSession:
         self, group: _Group, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], want: Want
     ) -> torch.Tensor:
         members = dict(group.members)
+        used = {replica: _find_nodes(session) for replica, session in members.items()}
         answers = await asyncio.gather(
             *(session.step(hidden_TD, rows, want=want) for session in members.values()),
             return_exceptions=True,
@@ -146,7 +150,7 @@ class RedundantSession:
             if isinstance(answer, torch.Tensor):
                 outputs[replica] = answer
             elif isinstance(answer, NesaError):
-                await self._leave(group, replica, str(answer))
+                await self._leave(group, replica, used[replica], str(answer))
             else:
                 raise answer
         self._check_members(group, self._rule.needed)
@@ -157,28 +161,33 @@ class RedundantSession:
         )
         if len(agreeing) < self._rule.needed:
             blocks = group.span.start, group.span.end
+            names = [" → ".join(used[replica]) for replica in replicas]
             raise WrongActivationsError(
                 None,
                 blocks,
                 min(part.position for part in rows),
-                f"{', '.join(map(_name, replicas))} compute blocks {group.span} differently, and "
+                f"{', '.join(names)} compute blocks {group.span} differently, and "
                 f"at least {self._rule.needed} must agree",
             )
         believed = [replicas[index] for index in agreeing]
         for replica in outputs.keys() - set(believed):
-            reason = f"{len(believed)} of {len(replicas)} nodes agree on something else"
-            await self._report_outvoted(members[replica], reason)
-            await self._leave(group, replica, reason)
+            what = "chains" if self._rule.of_chains else "nodes"
+            reason = f"{len(believed)} of {len(replicas)} {what} agree on something else"
+            peers = list(dict.fromkeys([*used[replica], *_find_nodes(members[replica])]))
+            await self._report_outvoted(peers, group.span, members[replica].session_id, reason)
+            await self._leave(group, replica, peers, reason)
         if len(group.members) < self._rule.copies:
             await self._fill(group, await group.members[believed[0]].read_inputs())
         return outputs[believed[0]]
 
-    async def _leave(self, group: _Group, replica: Replica, reason: str) -> None:
+    async def _leave(
+        self, group: _Group, replica: Replica, peers: Sequence[PeerId], reason: str
+    ) -> None:
         began = time.monotonic()
-        log.warning("replica_left", peers=sorted(replica), blocks=str(group.span), reason=reason)
+        log.warning("replica_left", peers=peers, blocks=str(group.span), reason=reason)
         await group.members.pop(replica).close()
         took_ms = (time.monotonic() - began) * 1000
-        self._failovers.append(Failover(time.time(), tuple(sorted(replica)), took_ms))
+        self._failovers.append(Failover(time.time(), tuple(sorted(peers)), took_ms))
 
     async def _fill(self, group: _Group, given: Sequence[tuple[RowSlice, torch.Tensor]]) -> None:
         """Open sessions at spares, as many as are missing, and have them compute `given`."""
@@ -203,13 +212,15 @@ class RedundantSession:
         else:
             group.members[replica] = session
 
-    @staticmethod
-    def _check_members(group: _Group, needed: int) -> None:
+    def _check_members(self, group: _Group, needed: int) -> None:
         if (found := len(group.members)) < needed:
             blocks = group.span.start, group.span.end
-            what = f"{found} nodes of {needed} that are needed compute blocks {group.span}"
-            raise MissingBlocksError([blocks], what)
+            what = "chains" if self._rule.of_chains else "nodes"
+            reason = f"{found} {what} of {needed} that are needed compute blocks {group.span}"
+            raise MissingBlocksError([blocks], reason)
 
 
-def _name(replica: Replica) -> str:
-    return " + ".join(sorted(replica))
+def _find_nodes(session: RemoteSession) -> list[PeerId]:
+    """Nodes that a replica's session uses, by their blocks, and those that it lost."""
+    lost = (peer for loss in session.failovers for peer in loss.lost)
+    return list(dict.fromkeys([*(hop.peer_id for hop in session.hops), *lost]))

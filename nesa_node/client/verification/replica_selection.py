@@ -26,6 +26,53 @@ class ReplicatedSpan:
     """They share no node. In random order: the first ones compute, the next ones replace them."""
 
 
+def choose_chains(
+    nodes: Iterable[NodeState], span: Span, fewest: int, *, avoided: Collection[PeerId] = ()
+) -> ReplicatedSpan:
+    """Divide nodes among as many chains over `span` as can be, all of one dtype and quantization.
+
+    As many as hold the block that fewest hold: in the order of first blocks, each node goes to the
+    chain that reaches least far. A block that this many nodes hold is then in each chain, since a
+    chain gets a second one of them only once all have one. Which chain gets which of several nodes
+    is chance, as in `choose_replicas`. Nodes that no chain needs are in one all the same, which may
+    use them. Raises `MissingBlocksError` for blocks for which there are not even `fewest` chains.
+    """
+    by_kind: dict[tuple[str, str], list[NodeState]] = defaultdict(list)
+    for node in nodes:
+        is_within = node.span.start < span.end and span.start < node.span.end
+        if is_within and node.peer_id not in avoided:
+            by_kind[node.dtype, node.quantization].append(node)
+    usable = max(by_kind.values(), key=lambda kind: min(_count_holders(kind, span)), default=[])
+    held = _count_holders(usable, span)
+    if min(held) < fewest:
+        missing = [(at, at + 1) for at, count in enumerate(held, span.start) if count < fewest]
+        raise MissingBlocksError(
+            missing,
+            f"at least {fewest} chains without a common node are to compute the model in the same "
+            f"dtype and quantization, and {min(held)} nodes can be used for block "
+            f"{span.start + held.index(min(held))}: start more nodes with it, or leave --verify "
+            "away",
+        )
+    random.SystemRandom().shuffle(usable)
+    chains: list[list[PeerId]] = [[] for _ in range(min(held))]
+    reached = [span.start] * len(chains)
+    for node in sorted(usable, key=lambda node: node.span.start):
+        at = reached.index(min(reached))
+        chains[at].append(node.peer_id)
+        reached[at] = max(reached[at], node.span.end)
+    random.SystemRandom().shuffle(chains)
+    return ReplicatedSpan(span, tuple(map(frozenset, chains)))
+
+
+def _count_holders(nodes: Iterable[NodeState], span: Span) -> list[int]:
+    """How many nodes hold each block of `span`."""
+    counts = [0] * len(span)
+    for node in nodes:
+        for block in range(max(node.span.start, span.start), min(node.span.end, span.end)):
+            counts[block - span.start] += 1
+    return counts
+
+
 def choose_replicas(
     nodes: Iterable[NodeState],
     span: Span,

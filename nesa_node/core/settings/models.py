@@ -268,7 +268,8 @@ class ClientConfig(SharedConfig):
         "none",
         "Swarm",
         "Have three nodes compute each block, in a star, and believe two that agree (2of3), or "
-        "none unless all do (paper). Three times the work.",
+        "none unless all do (paper); or three whole chains, and believe two whose next-token "
+        "distributions agree (cdv). Three times the work.",
     )
     keep_session: FilePath | None = setting(
         None,

@@ -157,3 +157,21 @@ def test_an_audit_says_what_it_found_and_how_soon_a_liar_is_found(
     assert "found within 29 of them" in text
     assert "no weights here" in text
     assert f"…{PEERS[0][-6:]} 3:5 not audited" in _explain(capsys)
+
+
+def test_a_chain_that_was_outvoted_is_told_as_a_whole(
+    log: DecisionLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = AuditRecord(
+        peer=PeerId(""),
+        chain=(PeerId(PEERS[0]), PeerId(PEERS[1])),
+        blocks=(0, 5),
+        outcome="outvoted",
+        auditor="cdv",
+        drawn_with=0.1,
+        reason="2 of 3 chains agree on something else",
+    )
+    log.add(LoggedDecision("audit", "dd" * 16, 1.8e9, asdict(record)))
+    names = f"…{PEERS[0][-6:]} → …{PEERS[1][-6:]}"
+    assert f"audit of {names}, blocks 0:5, by the cdv" in _explain(capsys, "dddd")
+    assert f"{names} 0:5 outvoted" in _explain(capsys)

@@ -309,3 +309,27 @@ async def test_the_logits_of_one_reading_are_bounded() -> None:
     )
     assert [one.token for one in chosen] == [number % 100 for number in range(count)]
     assert max(ends.sizes) == MAX_BATCH_TOKENS
+
+
+async def test_logits_at_once_wait_for_no_other_thread() -> None:
+    """The event loop's only thread asks for them while it is to run the batch that waits."""
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    combined = batcher(lambda hidden_TD: hidden_TD * 2)
+    has_begun = asyncio.Event()
+
+    def compute_once_a_call_waits() -> Tensor:
+        loop.call_soon_threadsafe(has_begun.set)
+        wait_until(lambda: len(combined._waiting) == 1)
+        return combined.compute(torch.ones(1, 2))
+
+    try:
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            computing = group.create_task(asyncio.to_thread(compute_once_a_call_waits))
+            await has_begun.wait()
+            choosing = group.create_task(combined.choose_next(torch.tensor([[1.0, 3.0]]), None))
+    except TimeoutError:
+        combined._run_batches(0)  # else the thread, and so the test, would not end
+        raise
+    assert computing.result().tolist() == [[2.0, 2.0]]
+    assert choosing.result().token == 1
