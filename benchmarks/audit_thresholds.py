@@ -112,7 +112,7 @@ def _wider(one: Threshold, other: Threshold) -> Threshold:
 
 def _describe(fitted: Threshold, tested_NST: Tensor) -> dict[str, list[float]]:
     """A threshold, and the largest errors of other texts as a share of it."""
-    tested = _largest_errors(tested_NST, fitted.clip)
+    tested = largest_errors(tested_NST, fitted.clip)
     bounds = fitted.token, fitted.mean, fitted.clip, *fitted.quantiles
     return {
         "bounds": [_round(bound) for bound in bounds],
@@ -140,7 +140,7 @@ def fit(errors_NST: Tensor, scheme: ComparisonScheme) -> Threshold:
         token, mean = TOKEN_MARGIN * largest, MEAN_MARGIN * largest
         same = (mean,) * len(QUANTILE_SHARES)
         return Threshold(token, mean, clip=token, fitted_tokens=count, quantiles=same)
-    token, mean, *quantiles = _largest_errors(errors_NST, clip)
+    token, mean, *quantiles = largest_errors(errors_NST, clip)
     return Threshold(
         token=TOKEN_MARGIN * max(token, least),
         mean=MEAN_MARGIN * max(mean, least / MIN_MEAN_TOKENS),
@@ -153,7 +153,7 @@ def fit(errors_NST: Tensor, scheme: ComparisonScheme) -> Threshold:
     )
 
 
-def _largest_errors(errors_NST: Tensor, clip: float) -> list[float]:
+def largest_errors(errors_NST: Tensor, clip: float) -> list[float]:
     """The largest error of a token, mean of clipped errors, and quantiles.
 
     Means and quantiles over as few tokens as are judged by them.
@@ -312,16 +312,21 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 KEPT = "family", "dtype", "quantization", "backend", "blocks", "fitted_tokens"
 
-if __name__ == "__main__":
-    found = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    lines = [
-        json.dumps(
-            {"scheme": name}
-            | {key: row[key] for key in KEPT}
-            | {"codecs": {codec: each["bounds"] for codec, each in codecs.items()}}
-        )
-        for name in SCHEMES
-        for row in found
-        for codecs in [row["schemes"][name]]
+
+def write_thresholds(rows: Sequence[dict[str, Any]]) -> None:
+    """Put the bounds of a result's rows into the package, in place of those of the same schemes."""
+    kept = json.loads(THRESHOLDS.read_text("utf-8"))
+    names = list(dict.fromkeys(name for row in rows for name in row["schemes"]))
+    made = [
+        {"scheme": name}
+        | {key: row[key] for key in KEPT}
+        | {"codecs": {codec: each["bounds"] for codec, each in row["schemes"][name].items()}}
+        for name in names
+        for row in rows
     ]
+    lines = map(json.dumps, [*made, *(row for row in kept if row["scheme"] not in names)])
     THRESHOLDS.write_text("[\n" + ",\n".join(lines) + "\n]\n", "utf-8")
+
+
+if __name__ == "__main__":
+    write_thresholds(json.loads(Path(sys.argv[1]).read_text("utf-8")))
