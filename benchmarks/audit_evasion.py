@@ -3,8 +3,8 @@
 A node of the demo model's middle blocks knows the bounds, the weights after it, and the text to
 come, which no real one does. It adds to each token's output the error that raises the loss of what
 follows most (projected gradient ascent), with lengths that the bounds allow: some tokens carry as
-much as a single one may, the others as much as the mean and the quantiles leave. Every lie is
-judged as an audit does; then the model goes on from it.
+much as a single one may, the others as much as the mean and the quantiles leave. All are made
+smaller, where that is needed, until an audit passes them; then the model goes on from the lie.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from nesa_node.verification.schemes import DEFAULT_SCHEME
 DEFAULTS = Options(model="demo", runs=20, prompt_tokens=16, new_tokens=48)
 QUICK = Options(model="tiny", runs=1, prompt_tokens=4, new_tokens=60)
 STEPS = 12
-ROUNDING = 0.98
-"""Errors are this share of what is allowed, since outputs are rounded afterwards."""
+SHRINK, MAX_SHRINKS = 0.99, 40
+"""Factor on errors that do not pass, once outputs are rounded, and how often it is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,11 @@ def limits(allowed: Threshold, tokens: int, base: float) -> Tensor:
     ends = [*firsts[1:], tokens]
     for bound, first, end in zip(above, firsts, ends, strict=True):
         found_T[first:end] = bound
-    # Where the mean of clipped errors is too large still, the middle ones give way.
-    excess = float(found_T.clamp(max=allowed.clip).mean()) / allowed.mean
-    if excess > 1:
-        found_T[: firsts[-1]] /= excess**2
-    return ROUNDING * found_T.flip(0)
+    # Where the mean of clipped errors is too large still, all but the largest give way.
+    counted_T = found_T.clamp(max=allowed.clip)
+    spent, left = counted_T[firsts[-1] :].sum(), counted_T[: firsts[-1]].sum()
+    found_T[: firsts[-1]] *= ((allowed.mean * tokens - spent) / left).clamp(0, 1)
+    return found_T.flip(0)
 
 
 def lie(
@@ -153,8 +153,12 @@ def lie(
         (gradient_TD,) = torch.autograd.grad(loss, delta_TD)
         # Half a step towards the gradient's direction.
         delta_TD = delta_TD.detach() + 0.5 * _scaled(gradient_TD, sizes_T)
-    given_TD = (true_TD + _scaled(delta_TD, sizes_T)).to(expected_TD.dtype)
-    found = compare(given_TD, expected_TD, allowed, Measure(DEFAULT_SCHEME, b""))
+    delta_TD = _scaled(delta_TD, sizes_T)
+    for shrinks in range(MAX_SHRINKS):
+        given_TD = (true_TD + SHRINK**shrinks * delta_TD).to(expected_TD.dtype)
+        found = compare(given_TD, expected_TD, allowed, Measure(DEFAULT_SCHEME, b""))
+        if found.outcome == "passed":
+            break
     with torch.no_grad():
         lied_TV = tail(given_TD.float())
     return Effect(
