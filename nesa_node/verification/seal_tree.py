@@ -76,7 +76,8 @@ class SessionSeals:
 
     def add_inputs(self, row: int, position: int, values: bytes | memoryview, tokens: int) -> None:
         """Add the values of `tokens` positions from `position` on, [tokens, D] in little-endian
-        bytes. Positions before them that have none are absent.
+        bytes. Positions before them that have none are absent; those that have some keep theirs,
+        since after a failover outputs are sent again.
         """
         self._add(self._inputs[row], position, values, tokens)
 
@@ -87,7 +88,7 @@ class SessionSeals:
     def _add(self, tree: SealTree, position: int, values: bytes | memoryview, tokens: int) -> None:
         _fill(tree, position)
         size = len(values) // tokens
-        for at in range(0, tokens * size, size):
+        for at in range((len(tree) - position) * size, tokens * size, size):
             leaf = hashlib.blake2b(
                 values[at : at + size], key=self._key, digest_size=HASH_BYTES, person=b"leaf"
             )

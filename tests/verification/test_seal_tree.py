@@ -90,6 +90,25 @@ def test_positions_without_values_are_absent() -> None:
     assert second.inputs == second.outputs == slow_root([])
 
 
+def test_what_is_sent_again_is_sealed_once() -> None:
+    """After a failover: else the next seal contradicts the one before, of the same length."""
+    values = bytes(range(240))
+    once, again = SessionSeals(KEY, 1), SessionSeals(KEY, 1)
+    for seals in (once, again):
+        seals.add_inputs(0, 0, values[:160], 20)
+        seals.add_outputs(0, 0, values[:160], 20)
+    sealed = once.roots()
+    assert again.roots() == sealed
+    again.add_outputs(0, 5, values[40:160], 15)
+    assert again.roots() == sealed
+    for seals in (once, again):
+        seals.add_inputs(0, 20, values[160:], 10)
+    once.add_outputs(0, 20, values[160:], 10)
+    # The last two that were sent before, and what is new.
+    again.add_outputs(0, 18, values[144:], 12)
+    assert again.roots() == once.roots()
+
+
 def test_rows_are_cut_and_copied_as_caches_are() -> None:
     seals = SessionSeals(KEY, 2)
     seals.add_inputs(0, 0, b"abc", 3)
