@@ -35,7 +35,8 @@ from benchmarks.options import Options, Quant
 from benchmarks.results import print_table
 from nesa_node.client.verification import recomputation
 from nesa_node.client.verification.audit_history import AuditHistory
-from nesa_node.client.verification.auditor import Auditor, AuditRecord
+from nesa_node.client.verification.audit_record import AuditRecord
+from nesa_node.client.verification.auditor import Auditor
 from nesa_node.client.verification.session_audit import HopWork, RowWork
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk

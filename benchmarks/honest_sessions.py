@@ -30,7 +30,8 @@ from benchmarks.swarms import READY_TIMEOUT_S, daemon_flags, open_local, torch_t
 from nesa_node.cli.services.local_swarm import local_swarm
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
-from nesa_node.client.verification.auditor import Auditor, AuditRecord
+from nesa_node.client.verification.audit_record import AuditRecord
+from nesa_node.client.verification.auditor import Auditor
 from nesa_node.core.errors import WrongActivationsError
 from nesa_node.core.ids import split_evenly
 from nesa_node.core.settings.choices import RouteName

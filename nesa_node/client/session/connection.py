@@ -30,7 +30,7 @@ from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
 from nesa_node.client.verification.adapter_fetch import AdapterFetcher
 from nesa_node.client.verification.attestor import Attestor
 from nesa_node.client.verification.audit_history import AuditHistory
-from nesa_node.client.verification.auditor import Auditor
+from nesa_node.client.verification.auditor import Auditor, SwarmEffects
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
 from nesa_node.client.verification.redundant_session import RedundantSession
 from nesa_node.client.verification.replicas import ReplicaOpener
@@ -155,13 +155,15 @@ class RemoteConnection:
         self._evidence_read_at = -math.inf
         self._background = TaskSet()
         if auditor is not None:
-            auditor.avoid = self._planner.avoidance.record_failure
-            auditor.report_wrong = partial(
-                swarm.failure_reporter.record_failure, request.model_id, kind="wrong"
+            is_open = options.publish_evidence
+            auditor.effects = SwarmEffects(
+                avoid=self._planner.avoidance.record_failure,
+                report_wrong=partial(
+                    swarm.failure_reporter.record_failure, request.model_id, kind="wrong"
+                ),
+                publish_proof=self._evidence.publish,
+                openings=OpeningSender(swarm, request.model_id, num_blocks) if is_open else None,
             )
-            auditor.publish_proof = self._evidence.publish
-            if options.publish_evidence:
-                auditor.openings = OpeningSender(swarm, request.model_id, num_blocks)
             auditor.adapters = AdapterFetcher(
                 swarm, request.model_id, num_blocks, self.find_adapter
             )

@@ -22,6 +22,7 @@ import torch
 from nesa_node.client.session.hop import HopLink
 from nesa_node.client.verification.adapter_fetch import AdapterFetcher
 from nesa_node.client.verification.audit_history import AuditHistory, AuditOutcome
+from nesa_node.client.verification.audit_record import AuditRecord
 from nesa_node.client.verification.kept_session import KeptSession, write_session
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
 from nesa_node.client.verification.recomputation import missing_bytes, recompute
@@ -72,44 +73,19 @@ CLOSE_TIMEOUT_S = 60.0
 """Time on closing for audits that were drawn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditRecord:
-    """Outcome of an audit. Errors are those of `scheme`, `of_allowed` the worst of its bounds."""
+@dataclass(frozen=True, slots=True)
+class SwarmEffects:
+    """What outcomes of audits change in routes and in the swarm."""
 
-    peer: PeerId
-    """Empty if this is about a chain as a whole, see `chain`."""
-    blocks: tuple[int, int]
-    outcome: AuditOutcome
-    chain: tuple[PeerId, ...] = ()
-    """Nodes of a chain that was outvoted: which of them was wrong is not known."""
-    auditor: str = "client"
-    """Which computed the work again: this client or, by its peer id, a node."""
-    drawn_with: float
-    """Probability with which this node's work in a session was drawn."""
-    tokens: int = 0
-    worst: float | None = None
-    mean: float | None = None
-    quantiles: tuple[float, ...] = ()
-    of_allowed: float | None = None
-    position: int | None = None
-    """First token whose error alone is too large."""
-    scheme: str = DEFAULT_SCHEME
-    excused: int = 0
-    """Tokens that were not judged, since routers may have chosen other experts for them."""
-    reason: str = ""
-
-    def to_error(self) -> WrongActivationsError | None:
-        """What is wrong with the session's work, if anything is."""
-        if self.outcome not in ("failed", "unclear", "disputed"):
-            return None
-        peer = self.peer if self.outcome == "failed" else None
-        what = f"{self.peer} gave {self.describe_fault()}"
-        return WrongActivationsError(peer, self.blocks, self.position, what)
-
-    def describe_fault(self) -> str:
-        since = "" if self.position is None else f", from token {self.position} on"
-        reason = self.reason or f"its errors are {self.of_allowed:.3g} x those allowed"
-        return f"wrong activations of blocks {Span(*self.blocks)}{since}: {reason}"
+    avoid: Callable[[PeerId], None]
+    """Called with each of two nodes that contradict each other: other ones are to be preferred for
+    a while."""
+    report_wrong: Callable[[PeerId], None]
+    """Called with each node that failed, to tell the swarm: it avoids the node for a while."""
+    publish_proof: Callable[[Proof], Coroutine[Any, Any, None]]
+    """Called with a node's contradiction of itself, for other members to check."""
+    openings: OpeningSender | None
+    """Sends wrong work to other nodes, to check it; None: its values are shown to none."""
 
 
 class Auditor(SessionAuditor):
@@ -137,15 +113,8 @@ class Auditor(SessionAuditor):
         """None: sessions with adapters are not audited."""
         self.prefers_nodes = False
         """Whether they do so even where this client has the weights."""
-        self.avoid: Callable[[PeerId], None] = lambda _: None
-        """Called with each of two nodes that contradict each other: other ones are to be preferred
-        for a while."""
-        self.report_wrong: Callable[[PeerId], None] = lambda _: None
-        """Called with each node that failed, to tell the swarm: it avoids the node for a while."""
-        self.publish_proof: Callable[[Proof], Coroutine[Any, Any, None]] | None = None
-        """Called with a node's contradiction of itself, for other members to check."""
-        self.openings: OpeningSender | None = None
-        """Sends wrong work to other nodes, to check it; None: its values are shown to none."""
+        self.effects: SwarmEffects | None = None
+        """None: outcomes change nothing but `history`."""
         self.keep_session: Path | None = None
         """Folder for the work of audited hops, to be audited again; None: it is not kept."""
         self._checkpoint = checkpoint
@@ -174,9 +143,7 @@ class Auditor(SessionAuditor):
             for link in session.lost_links()
         ]
         collected: list[HopWork] = []
-        if not any(lengths):
-            return []
-        for link in session.audited_links():
+        for link in session.audited_links() if any(lengths) else ():
             if len(self._tasks) >= MAX_WAITING or self._is_left_out(link.hop, sum(lengths)):
                 continue
             try:
@@ -226,8 +193,8 @@ class Auditor(SessionAuditor):
         return [self._record(each.hop, "disputed", str(dispute)) for each in dispute.links]
 
     def _publish_proof(self, error: SealMismatchError) -> None:
-        if isinstance(error, ContradictionError) and self.publish_proof is not None:
-            self._tasks.start(self.publish_proof(error.proof), name="evidence")
+        if isinstance(error, ContradictionError) and self.effects is not None:
+            self._tasks.start(self.effects.publish_proof(error.proof), name="evidence")
 
     async def bar_proven(self, proof: Proof) -> None:
         """Bar a node that contradicted itself, by seals that another member published."""
@@ -315,13 +282,17 @@ class Auditor(SessionAuditor):
                 records = [self._record(hop, "not audited", str(error))]
         # All are to be kept, and only the first is about the session.
         wrong, *_ = [await self._finish(work.session, record) for record in records]
-        is_failed = (records[0].outcome, records[0].peer) == ("failed", work.peer)
-        rows = work.opened_rows()
-        if is_failed and self.openings is not None and work.sealed is not None and rows:
-            seal, secret = work.sealed.seal, work.sealed.secret
-            sending = self.openings.send(work.peer, work.span, seal, secret, rows)
-            self._tasks.start(sending, name="opening")
+        if (records[0].outcome, records[0].peer) == ("failed", work.peer):
+            self._open_work(work)
         return wrong
+
+    def _open_work(self, work: HopWork) -> None:
+        openings = None if self.effects is None else self.effects.openings
+        rows = work.opened_rows()
+        if openings is not None and work.sealed is not None and rows:
+            seal, secret = work.sealed.seal, work.sealed.secret
+            sending = openings.send(work.peer, work.span, seal, secret, rows)
+            self._tasks.start(sending, name="opening")
 
     async def _compute_again(self, work: HopWork, hop: Hop) -> list[AuditRecord]:
         if not work.adapter:
@@ -449,10 +420,10 @@ class Auditor(SessionAuditor):
 
     async def _finish(self, session: bytes, record: AuditRecord) -> WrongActivationsError | None:
         self.outcomes[record.outcome] += 1
-        if record.outcome == "disputed":
-            self.avoid(record.peer)
-        if record.outcome == "failed":
-            self.report_wrong(record.peer)
+        if record.outcome == "disputed" and self.effects is not None:
+            self.effects.avoid(record.peer)
+        if record.outcome == "failed" and self.effects is not None:
+            self.effects.report_wrong(record.peer)
         if record.outcome in ("failed", "outvoted"):
             log.error("wrong_activations", **asdict(record))
         else:

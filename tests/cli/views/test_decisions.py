@@ -11,7 +11,7 @@ import pytest
 
 from nesa_node.cli.app import run_command
 from nesa_node.client.routing.planner import ChainPlan, describe_decision
-from nesa_node.client.verification.auditor import AuditRecord
+from nesa_node.client.verification.audit_record import AuditRecord
 from nesa_node.core.decision_log import DecisionLog, LoggedDecision
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.routing.chain_request import ChainRequest, CostWeights
