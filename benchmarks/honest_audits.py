@@ -33,12 +33,12 @@ from benchmarks.audit_thresholds import (
 from benchmarks.models import model_folder
 from benchmarks.options import Options, Quant
 from benchmarks.results import print_table
-from nesa_node.client.verification import recomputation
 from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.client.verification.audit_record import AuditRecord
 from nesa_node.client.verification.auditor import Auditor
 from nesa_node.client.verification.session_audit import HopWork, RowWork
 from nesa_node.core.ids import PeerId, Span
+from nesa_node.engine.model import recomputation
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import LocalCheckpoint, open_folder
