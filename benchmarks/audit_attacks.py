@@ -33,6 +33,7 @@ from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import LocalCheckpoint, open_folder
 from nesa_node.verification.comparison import (
+    PERTURBATIONS,
     Comparison,
     ComputationKind,
     find_threshold,
@@ -64,8 +65,8 @@ class Session:
     input_TD: Tensor
     expected_TD: Tensor
     """By one prefill."""
-    further_TD: tuple[Tensor, Tensor]
-    """Token by token, and by one prefill of perturbed inputs."""
+    further_TD: tuple[Tensor, ...]
+    """Token by token, and by prefills of perturbed inputs."""
     seed: bytes
 
 
@@ -284,7 +285,10 @@ def _read_sessions(bench: Bench, options: Options) -> list[Session]:
     audited = blocks.select(bench.span)
     further = zip(
         run_in_batches(audited, inputs, 1, BATCH),
-        run_in_batches(audited, list(map(perturb, inputs)), tokens, 1),
+        *(
+            run_in_batches(audited, list(map(perturb, inputs)), tokens, 1)
+            for _ in range(PERTURBATIONS)
+        ),
         strict=True,
     )
     seeds = random.Random(options.seed)

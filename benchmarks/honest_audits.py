@@ -2,7 +2,8 @@
 
 The demo model's blocks run sessions as a node does, of random spans, batches, chunks of prompts,
 lengths and codecs, in machine code and without; the client's auditor gets what they gave. Texts are
-program code, while bounds are fitted to documents. `honest-sessions` has audits of daemons.
+program code, while bounds are fitted to documents, and random tokens that end in a loop, as answers
+of small models do. `honest-sessions` has audits of daemons.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from nesa_node.swarm.protocol.messages import Computation
 
 DEFAULTS = Options(model="demo", runs=9600, prompt_tokens=96, new_tokens=48, batches=(1, 4, 16, 32))
 QUICK = Options(model="tiny", runs=6, prompt_tokens=8, new_tokens=8, batches=(2,))
-TEXTS = 32
+TEXTS, LOOPS = 32, 12
+MAX_PERIOD = 3
 CHUNKS = (5, 32, 10_000)
 """Tokens of a prompt that a node takes at once."""
 SPAN_BLOCKS = (1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 8, 10, 10, 12, 15, 30)
@@ -110,7 +112,7 @@ def _audit_kind(
     rng = random.Random(options.seed)
     auditor = Auditor(checkpoint, 1.0, AuditHistory(None), rng=rng)
     tokens = options.prompt_tokens + options.new_tokens
-    texts = choose_code(checkpoint, tokens, options)
+    texts = choose_code(checkpoint, tokens, options) + draw_loops(checkpoint, tokens, rng)
     states = list(compute_states(checkpoint, blocks, texts))
     outcomes: Counter[str] = Counter()
     shapes: Counter[str] = Counter()
@@ -146,6 +148,18 @@ def choose_code(checkpoint: LocalCheckpoint, tokens: int, options: Options) -> l
     random.Random(options.seed).shuffle(paths)
     found = (tokenizer(path.read_text("utf-8"))["input_ids"][:tokens] for path in paths)
     return [torch.tensor(ids) for ids in found if len(ids) == tokens][:TEXTS]
+
+
+def draw_loops(checkpoint: LocalCheckpoint, tokens: int, rng: random.Random) -> list[Tensor]:
+    """Random token ids, of which few repeat from some place on."""
+    loops = []
+    for _ in range(LOOPS):
+        ids = [rng.randrange(checkpoint.config.vocab_size) for _ in range(tokens)]
+        first, period = rng.randint(1, tokens // 2), rng.randint(1, MAX_PERIOD)
+        for at in range(first + period, tokens):
+            ids[at] = ids[at - period]
+        loops.append(torch.tensor(ids))
+    return loops
 
 
 def make_sessions(

@@ -39,6 +39,9 @@ CLEAR_QUANTILE_FACTORS = (1.2, 1.35, 1.5)
 """How much more than an auditor's own computations differ by an error must be, of a token and of
 means, or a quantile: those of two honest computations of a text are within a tenth to a fourth."""
 
+PERTURBATIONS = 4
+"""Computations of perturbed inputs that an auditor makes: where tokens repeat, their errors are
+alike, and quantiles scatter as single tokens do."""
 FLOAT32_MARGIN = 5.0
 """By how much more in float32, whose rounding is far below any lie's error: inputs can be found for
 which single honest tokens differ by twice as much as an auditor's own computations."""
@@ -248,9 +251,9 @@ def is_confirmed(
 
     A machine that computes may err, too; a model may be one whose honest errors are larger than
     those of the models that were fitted; and inputs may be made so that honest machines differ.
-    `further` are computations like `expected`, which round otherwise: token by token, and from
-    inputs that `perturb` changed. `as_sent` is what a codec made of `given`: computations that
-    differ by less than it loses tell little.
+    `further` are computations like `expected`, which round otherwise: token by token, and
+    `PERTURBATIONS` from inputs that `perturb` changed. `as_sent` is what a codec made of `given`:
+    computations that differ by less than it loses tell little.
     """
     for given_TD, expected_TD, *further_TD in zip(given, expected, *further, strict=True):
         found = compare(given_TD, expected_TD, allowed, measure)

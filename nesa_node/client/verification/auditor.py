@@ -51,6 +51,7 @@ from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.messages import Computation
 from nesa_node.swarm.protocol.stream import peer_timeout
 from nesa_node.verification.comparison import (
+    PERTURBATIONS,
     Comparison,
     ComputationKind,
     Measure,
@@ -370,11 +371,9 @@ class Auditor(SessionAuditor):
         if found.outcome != "failed":
             return found, excused
         # From weights that are read anew.
-        by_token = recompute(self._checkpoint, work, adapter, by_token=True)
-        perturbed = recompute(self._checkpoint, work, adapter, is_perturbed=True)
-        given, expected, *further = once.judged(
-            rows, once.outputs, by_token.outputs, perturbed.outputs
-        )
+        ways = [{"by_token": True}, *[{"is_perturbed": True}] * PERTURBATIONS]
+        again = [recompute(self._checkpoint, work, adapter, **way).outputs for way in ways]
+        given, expected, *further = once.judged(rows, once.outputs, *again)
         as_sent = partial(_pass_through_codec, codec=work.codec)
         if not is_confirmed(given, expected, further, allowed, measure, as_sent=as_sent):
             raise NotAuditedError("further computations of this client do not confirm its errors")

@@ -23,6 +23,7 @@ from nesa_node.core.ids import PeerId, Span
 from nesa_node.engine.adapters.peft_folder import PeftFolder
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.verification.comparison import (
+    PERTURBATIONS,
     ComputationKind,
     Measure,
     compare_rows,
@@ -70,12 +71,12 @@ class Referee:
         Raises `NotAuditedError` where neither is found, and what sessions at the two raise.
         """
         states: Rows = [row.inputs_LD for row in work.rows]
-        varied = [perturb(row_LD) for row_LD in states]
+        varied = [[perturb(row_LD) for row_LD in states] for _ in range(PERTURBATIONS)]
         again = await self._run(work.peer, work.span, states, work)
         by_token = await self._run(work.peer, work.span, states, work, by_token=True)
-        perturbed = await self._run(work.peer, work.span, varied, work)
+        perturbed = [await self._run(work.peer, work.span, each, work) for each in varied]
         given = [row.outputs_PD for row in work.rows]
-        expected, *further = (pick_known(each, work) for each in (again, by_token, perturbed))
+        expected, *further = (pick_known(each, work) for each in (again, by_token, *perturbed))
         if self._is_wrong(kind, work.span, given, expected, further):
             why = "what it computes now is not what it sealed"
             return Verdict(work.peer, work.span, why)
@@ -100,7 +101,11 @@ class Referee:
         else:
             # Block by block both say the same: one of them said otherwise of several at once.
             expected, block = theirs, Span(work.span.start, end)
-            further = [await self._run_in_turn(each, block, varied, work) for each in peers]
+            further = [
+                await self._run_in_turn(peer, block, each, work)
+                for peer in peers
+                for each in varied
+            ]
             reason = "of its blocks one after the other it says something else than of all at once"
         found = [
             Verdict(peer, block, reason)
@@ -126,7 +131,8 @@ class Referee:
                 "not here"
             )
         compute = partial(recompute, self._checkpoint, alone, self._adapter)
-        ways = (compute, partial(compute, by_token=True), partial(compute, is_perturbed=True))
+        perturbed = [partial(compute, is_perturbed=True)] * PERTURBATIONS
+        ways = (compute, partial(compute, by_token=True), *perturbed)
         return [(await asyncio.to_thread(way)).outputs for way in ways]
 
     async def _run_in_turn(self, peer: PeerId, span: Span, states: Rows, work: HopWork) -> Rows:
