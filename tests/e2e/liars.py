@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.client.recovery.suspicion import SlowdownDetector
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.engine.model.blocks import ModelBlocks, TokenSlice
@@ -103,3 +105,12 @@ def boast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(span_speed, "SAMPLE_INTERVAL_S", 1e6)
     monkeypatch.setattr(SpeedClaims, "record_measurement", lambda *_: None)
     monkeypatch.setattr(SlowdownDetector, "should_reconsider", lambda _: False)
+
+
+def session_over(model: DistributedModelForCausalLM, peer: PeerId) -> InferenceSession:
+    """A session that uses a node, which is one of those drawn by chance."""
+    while True:
+        session = model.inference_session(max_length=60)
+        if peer in {hop.peer_id for hop in session.hops}:
+            return session
+        session.close()

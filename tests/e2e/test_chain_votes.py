@@ -26,7 +26,7 @@ from nesa_node.core.settings.declaration import default_audits_path, default_dec
 from tests.audit_outcomes import audit_outcomes
 from tests.client.local_models import random_ids
 from tests.e2e.joining import ROUTES, joined
-from tests.e2e.liars import calibrate_tiny_models, lie, peer_of, scale
+from tests.e2e.liars import calibrate_tiny_models, lie, peer_of, scale, session_over
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import daemons, in_process_swarm
@@ -117,12 +117,8 @@ def test_the_chain_of_a_liar_is_outvoted(
         for peer in everyone * CALIBRATED:
             history.record_passed(peer)
         with joined(llama, addresses, "chain", verify="cdv") as model:
-            liar, uses_liar = everyone[place], False
-            while not uses_liar:
-                session = model.inference_session(max_length=60)
-                uses_liar = liar in {hop.peer_id for hop in session.hops}
-                if not uses_liar:
-                    session.close()
+            liar = everyone[place]
+            session = session_over(model, liar)
             first = model.generate(prompt, session=session, **OPTIONS | {"max_new_tokens": 4})
             lies_now.set()
             tokens = model.generate(first, session=session, **OPTIONS)

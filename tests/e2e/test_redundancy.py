@@ -15,7 +15,7 @@ from nesa_node.core.ids import Span
 from tests.audit_outcomes import audit_outcomes
 from tests.client.local_models import random_ids
 from tests.e2e.joining import joined
-from tests.e2e.liars import calibrate_tiny_models, lie, peer_of, scale
+from tests.e2e.liars import calibrate_tiny_models, lie, peer_of, scale, session_over
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import daemons, in_process_swarm
@@ -73,12 +73,7 @@ def test_a_liar_is_outvoted(
         joined(llama, addresses, "star", verify="2of3") as model,
     ):
         liar = peer_of(tmp_path / f"node-{place}.key")
-        uses_liar = False
-        while not uses_liar:
-            session = model.inference_session(max_length=60)
-            uses_liar = liar in {hop.peer_id for hop in session.hops}
-            if not uses_liar:
-                session.close()
+        session = session_over(model, liar)
         first = model.generate(prompt, session=session, **OPTIONS | {"max_new_tokens": 4})
         lies_now.set()
         tokens = model.generate(first, session=session, **OPTIONS)
