@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,13 +202,13 @@ def test_a_node_with_two_faces_is_avoided(
         framer.peer, honest = (peer_of(tmp_path / f"node-{number}.key") for number in (1, 2))
         connection: Any = model._ensure_connection()
         connection._planner.barred = {honest}
-        avoid = connection._auditor.avoid
+        effects = connection._auditor.effects
 
         def avoid_now(peer: PeerId) -> None:
             connection._planner.barred = set()
-            avoid(peer)
+            effects.avoid(peer)
 
-        monkeypatch.setattr(connection._auditor, "avoid", avoid_now)
+        connection._auditor.effects = replace(effects, avoid=avoid_now)
         tokens = model.generate(prompt, **OPTIONS)
         model.close()
         assert audit_outcomes(model) == {"disputed": 2, "passed": 5}
