@@ -58,7 +58,7 @@ SEALED = SealedState(b"n", ("node", (0, 2)), 3, 2, 1, (row(5), row(7)))
 def test_two_seals_contradict_each_other_where_no_honest_node_signs_both(
     changes: dict[str, object], what: str | None
 ) -> None:
-    other = replace(SEALED, **changes)  # type: ignore[arg-type]
+    other = replace(SEALED, **changes)  # type: ignore[arg-type]  # one field
     for pair in ((SEALED, other), (other, SEALED)):
         found = find_contradiction(*pair)
         assert (found is None) if what is None else (found is not None and what in found)

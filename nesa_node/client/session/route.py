@@ -209,8 +209,8 @@ class SessionRoute:
     def _record_failures(self, links: Sequence[HopLink]) -> None:
         for link in links:
             if (failure := link.failure) is not None:
-                is_known = link in self.lost_audits
-                if link.is_audited and not failure.had_announced and not is_known:
+                is_lost = link.is_audited and not failure.had_announced
+                if is_lost and link not in self.lost_audits:
                     self.lost_audits.append(link)
                 self.selector.record_failure(
                     link.hop.peer_id,

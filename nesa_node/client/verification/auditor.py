@@ -25,7 +25,11 @@ from nesa_node.client.verification.audit_history import AuditHistory, AuditOutco
 from nesa_node.client.verification.audit_record import AuditRecord
 from nesa_node.client.verification.kept_session import KeptSession, write_session
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
-from nesa_node.client.verification.recomputation import missing_bytes, recompute
+from nesa_node.client.verification.recomputation import (
+    missing_bytes,
+    recompute,
+    recompute_otherwise,
+)
 from nesa_node.client.verification.referee import Referee, pick_known
 from nesa_node.client.verification.session_audit import (
     ContradictionError,
@@ -51,7 +55,6 @@ from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.messages import Computation
 from nesa_node.swarm.protocol.stream import peer_timeout
 from nesa_node.verification.comparison import (
-    PERTURBATIONS,
     Comparison,
     ComputationKind,
     Measure,
@@ -371,8 +374,7 @@ class Auditor(SessionAuditor):
         if found.outcome != "failed":
             return found, excused
         # From weights that are read anew.
-        ways = [{"by_token": True}, *[{"is_perturbed": True}] * PERTURBATIONS]
-        again = [recompute(self._checkpoint, work, adapter, **way).outputs for way in ways]
+        again = recompute_otherwise(self._checkpoint, work, adapter)
         given, expected, *further = once.judged(rows, once.outputs, *again)
         as_sent = partial(_pass_through_codec, codec=work.codec)
         if not is_confirmed(given, expected, further, allowed, measure, as_sent=as_sent):

@@ -23,7 +23,7 @@ from nesa_node.engine.adapters.peft_folder import PeftFolder
 from nesa_node.engine.model.recomputation import run_block
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.skeleton import Skeleton
-from nesa_node.verification.comparison import perturb
+from nesa_node.verification.comparison import PERTURBATIONS, perturb
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +48,17 @@ class Recomputation:
     def judged_rows(self) -> list[int]:
         """Rows of which some tokens can be judged."""
         return [row for row, undecided_P in enumerate(self.undecided) if not undecided_P.all()]
+
+
+def recompute_otherwise(
+    checkpoint: Checkpoint, work: HopWork, adapter: PeftFolder | None = None
+) -> list[list[Tensor]]:
+    """Outputs of further computations for `is_confirmed`: token by token, and of perturbed inputs.
+
+    Blocks the thread. Raises as `recompute` does.
+    """
+    ways = [{"by_token": True}, *[{"is_perturbed": True}] * PERTURBATIONS]
+    return [recompute(checkpoint, work, adapter, **way).outputs for way in ways]
 
 
 def _recomputed_span(work: HopWork) -> Span:

@@ -12,12 +12,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from nesa_node.client.verification.node_recomputation import NodeRecomputation
-from nesa_node.client.verification.recomputation import missing_bytes, recompute
+from nesa_node.client.verification.recomputation import (
+    missing_bytes,
+    recompute,
+    recompute_otherwise,
+)
 from nesa_node.client.verification.session_audit import HopWork, NotAuditedError, RowWork
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.engine.adapters.peft_folder import PeftFolder
@@ -130,10 +133,9 @@ class Referee:
                 f"{other} disagrees on block {block.start}, whose weights, {nbytes:,} bytes, are "
                 "not here"
             )
-        compute = partial(recompute, self._checkpoint, alone, self._adapter)
-        perturbed = [partial(compute, is_perturbed=True)] * PERTURBATIONS
-        ways = (compute, partial(compute, by_token=True), *perturbed)
-        return [(await asyncio.to_thread(way)).outputs for way in ways]
+        asked = self._checkpoint, alone, self._adapter
+        once = await asyncio.to_thread(recompute, *asked)
+        return [once.outputs, *await asyncio.to_thread(recompute_otherwise, *asked)]
 
     async def _run_in_turn(self, peer: PeerId, span: Span, states: Rows, work: HopWork) -> Rows:
         """Outputs of `span` by a session for each block."""

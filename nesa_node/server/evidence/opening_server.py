@@ -168,6 +168,7 @@ class OpeningServer:
             raise BusyError("another opening is being checked", _BUSY_RETRY_S)
         self._limits.admit(stream.peer)
         self._is_busy = True
+        check = None
         try:
             async with asyncio.timeout(RECEIVE_TIMEOUT_S):
                 await stream.send(OpeningWanted())
@@ -176,13 +177,11 @@ class OpeningServer:
                 raise ProtocolError("unexpected", "after opening_wanted comes opening")
             work = await asyncio.to_thread(self._read, opening, payload, offer)
             self._limits.begin()
-            self._tasks.start(self._check(work), name="opening")
+            check = self._tasks.start(self._check(work), name="opening")
         except TimeoutError:
-            self._is_busy = False
             raise ProtocolError("transfer_timeout", f"{stream.peer} sends too slowly") from None
-        except BaseException:
-            self._is_busy = False
-            raise
+        finally:
+            self._is_busy = check is not None
         await stream.send(OpeningTaken())
 
     def _read(self, opening: Opening, payload: bytearray, offer: OpeningOffer) -> OpenedWork:
