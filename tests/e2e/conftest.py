@@ -11,6 +11,12 @@ from transformers import PreTrainedModel
 from tests.engine.tiny_models import reference
 
 
+@pytest.fixture(autouse=True)
+def _state_of_one_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that another test's clients barred are not this one's."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
 @pytest.fixture(scope="module")
 def folder(tiny: Callable[[str], Path]) -> Path:
     # Learned positions, which the client adds: a wrong one shows whichever side is wrong.
