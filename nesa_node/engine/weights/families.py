@@ -248,7 +248,7 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
             f"These families can be served: {format_family_titles()}"
         )
     family = get_family(raw.get("model_type"), name=name)
-    _check_counts(raw, folder / "config.json")
+    check_counts(raw, folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -263,7 +263,7 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
     return config
 
 
-def _check_counts(raw: Mapping[str, object], path: Path) -> None:
+def check_counts(raw: Mapping[str, object], path: Path) -> None:
     """Raises `CorruptCheckpointError` for counts from which transformers builds oversized lists.
 
     A config of fifty bytes may ask for a billion labels.

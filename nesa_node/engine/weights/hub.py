@@ -298,18 +298,8 @@ def open_checkpoint(
     `ModelNotFoundError`, `UnsupportedModelError`, `UnsafeCheckpointError`,
     `CorruptCheckpointError`, `DiskLimitError`, and `ConfigError` for a revision of a folder.
     """
-    folder = Path(os.path.expanduser(model))
-    if revision is None and not folder.exists():
-        folder = find_cached_folder(model, cache_dir) or folder
-    if folder.is_dir():
-        if revision is not None:
-            raise ConfigError(f"a revision names a version on the hub; {folder} is a local folder")
+    if (folder := _find_folder(model, revision, cache_dir)) is not None:
         return open_folder(folder)
-    if folder.exists() or not _HUB_NAME_PATTERN.fullmatch(model) or model.startswith("."):
-        raise ModelNotFoundError(
-            f"{model} is no folder; give a folder with config.json and *.safetensors, "
-            "or a name on the hub such as HuggingFaceTB/SmolLM2-135M-Instruct"
-        )
     try:
         return open_hub(
             model,
@@ -328,6 +318,34 @@ def open_checkpoint(
         raise ModelNotFoundError(
             f"{error}; {last_part} lies in {cache_dir}: use that name"
         ) from error
+
+
+def fetch_config(model: str, *, cache_dir: Path) -> Path:
+    """The folder of a model's `config.json`, found as `open_checkpoint` does.
+
+    Of a repository on the hub nothing else is downloaded. Blocks the thread. Raises
+    `ModelNotFoundError`, `CorruptCheckpointError` and `DiskLimitError`.
+    """
+    if (folder := _find_folder(model, None, cache_dir)) is not None:
+        return folder
+    return _open_repository(HfApi(), model, None, cache_dir).download(["config.json"])
+
+
+def _find_folder(model: str, revision: str | None, cache_dir: Path) -> Path | None:
+    """The local folder that `model` names; None for a name on the hub."""
+    folder = Path(os.path.expanduser(model))
+    if revision is None and not folder.exists():
+        folder = find_cached_folder(model, cache_dir) or folder
+    if folder.is_dir():
+        if revision is not None:
+            raise ConfigError(f"a revision names a version on the hub; {folder} is a local folder")
+        return folder
+    if folder.exists() or not _HUB_NAME_PATTERN.fullmatch(model) or model.startswith("."):
+        raise ModelNotFoundError(
+            f"{model} is no folder; give a folder with config.json and *.safetensors, "
+            "or a name on the hub such as HuggingFaceTB/SmolLM2-135M-Instruct"
+        )
+    return None
 
 
 def find_cached_folder(name: str, cache_dir: Path) -> Path | None:
@@ -355,18 +373,33 @@ def open_hub(
     `open_checkpoint` does.
     """
     api = HfApi(endpoint=endpoint, token=token)
-    commit, files = _find_files(api, model, revision)
-    repository = HubRepository(
-        api, model, commit, files, cache_dir / "hub", max_disk_bytes, evicts, max_model_bytes
+    repository = _open_repository(
+        api, model, revision, cache_dir, max_disk_bytes, evicts, max_model_bytes
     )
-    if "config.json" not in files:
-        raise ModelNotFoundError(
-            f"{model} on the hub has no config.json; it is no transformers model"
-        )
+    files = repository.files
     folder = repository.download(name for name in ("config.json", INDEX_FILE) if name in files)
     config = read_config(folder, name=model)
     tensors = repository.read_headers(list_weight_files(set(files), folder, name=model))
     return HubCheckpoint(repository, folder, config, tensors)
+
+
+def _open_repository(
+    api: HfApi,
+    model: str,
+    revision: str | None,
+    cache_dir: Path,
+    max_disk_bytes: int | None = None,
+    evicts: bool = False,
+    max_model_bytes: int | None = None,
+) -> HubRepository:
+    commit, files = _find_files(api, model, revision)
+    if "config.json" not in files:
+        raise ModelNotFoundError(
+            f"{model} on the hub has no config.json; it is no transformers model"
+        )
+    return HubRepository(
+        api, model, commit, files, cache_dir / "hub", max_disk_bytes, evicts, max_model_bytes
+    )
 
 
 def _find_files(api: HfApi, model: str, revision: str | None) -> tuple[str, dict[str, HubFile]]:

@@ -1,0 +1,128 @@
+"""Output of a network's partition: table, JSON, and a drawing (matplotlib, extra `plan`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+from rich.text import Text
+
+from nesa_node.cli.views.text_parts import make_console, make_plain_table
+from nesa_node.core.errors import ConfigError, is_installed
+from nesa_node.sharding.operation_graph import OperationGraph
+from nesa_node.sharding.partition import GraphPartition, Piece
+
+_PARTS = ("receive_s", "work_s", "overflow_s", "send_s")
+_PIPE_WIDTH = 110
+
+
+def print_partition(graph: OperationGraph, found: GraphPartition, out: TextIO) -> None:
+    console = make_console(out, _PIPE_WIDTH)
+    console.print(
+        f"{len(graph)} operations, {graph.total_flop / 1e9:.1f} GFLOP, "
+        f"{graph.total_parameter_bytes / 1e6:,.1f} MB of weights"
+    )
+    table = make_plain_table()
+    for name in ("piece", "machine", "operations", "from"):
+        table.add_column(name, justify="left" if name == "from" else "right", no_wrap=True)
+    for name in ("receive", "work", "overflow", "send", "total", "weights", "peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, piece in enumerate(found.pieces, start=1):
+        table.add_row(*_cells(graph, number, piece, found.bottleneck_s))
+    console.print(table)
+    if idle := sum(not piece.operations for piece in found.pieces):
+        console.print(
+            f"{idle} machine{'s' if idle > 1 else ''} have no piece: passing values on would take "
+            "longer than what is saved"
+        )
+    console.print(
+        f"a request every {_ms(found.bottleneck_s)}; no partition does better than "
+        f"{_ms(found.bound_s)} (gap at most {found.gap:.1%})"
+    )
+    console.print(
+        f"Kahn's order, cut best: {_ms(found.kahn_s)}; {found.generations} generations searched"
+    )
+
+
+def _cells(
+    graph: OperationGraph, number: int, piece: Piece, bottleneck_s: float
+) -> list[str | Text]:
+    cost = piece.cost
+    first = graph.operations[piece.operations[0]].name if piece.operations else "-"
+    slowest = cost.total_s == bottleneck_s
+    return [
+        str(number),
+        str(piece.machine + 1),
+        str(len(piece.operations)),
+        first if len(first) <= 24 else first[:23] + "…",
+        *(_ms(getattr(cost, part)) for part in _PARTS),
+        Text(_ms(cost.total_s), style="bold" if slowest else ""),
+        f"{cost.parameter_bytes / 1e6:,.1f} MB",
+        f"{cost.peak_bytes / 1e6:,.1f} MB",
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def print_json(graph: OperationGraph, found: GraphPartition) -> None:
+    document = {
+        "operations": len(graph),
+        "flop": graph.total_flop,
+        "parameter_bytes": graph.total_parameter_bytes,
+        "bottleneck_s": found.bottleneck_s,
+        "bound_s": found.bound_s,
+        "gap": found.gap,
+        "kahn_s": found.kahn_s,
+        "generations": found.generations,
+        "pieces": [
+            {
+                "machine": piece.machine + 1,
+                "operations": [graph.operations[each].name for each in piece.operations],
+                **asdict(piece.cost),
+                "total_s": piece.cost.total_s,
+            }
+            for piece in found.pieces
+        ],
+    }
+    json.dump(document, sys.stdout, indent=2)
+    print()
+
+
+def check_svg(path: Path) -> None:
+    """Check that `path` can be drawn to, before computing. Raises `ConfigError`."""
+    if not is_installed("matplotlib"):
+        raise ConfigError("--svg needs matplotlib: pip install 'nesa-node[plan]'")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--svg {path}: there is no folder {path.absolute().parent}")
+
+
+def draw(found: GraphPartition, path: Path) -> None:
+    """Draw what each piece's time is made of, and the bound."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + 0.45 * len(found.pieces)), layout="constrained")
+    axis = figure.subplots()
+    rows = range(len(found.pieces))
+    done = [0.0] * len(found.pieces)
+    for part in _PARTS:
+        widths = [1000 * getattr(piece.cost, part) for piece in found.pieces]
+        axis.barh(rows, widths, left=done, label=part.removesuffix("_s"))
+        done = [left + width for left, width in zip(done, widths, strict=True)]
+    axis.axvline(1000 * found.bound_s, color="black", linestyle="--", label="bound")
+    names = [
+        f"{number}: machine {piece.machine + 1}, {len(piece.operations)} operations"
+        for number, piece in enumerate(found.pieces, start=1)
+    ]
+    axis.set_yticks(rows, names)
+    axis.invert_yaxis()
+    axis.set_xlabel("ms of a request")
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.9 / (2 + len(names))), ncols=5)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"--svg {path}: {error}") from error

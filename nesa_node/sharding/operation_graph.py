@@ -1,0 +1,196 @@
+"""A network as a graph of operations, and what each of them costs a machine.
+
+Source: section 2.5 of the Nesa paper. Its operations have an execution time, parameters and an
+output; here an operation has arithmetic and memory traffic, of which each machine makes a time of
+its own, and any number of outputs, each a value with consumers.
+
+N operations, V values, Q parameters, K machines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call of a kernel."""
+
+    name: str
+    """Unique in its graph."""
+    kind: str
+    """The kernel, an operator of torch with its overload."""
+    flop: float
+    moved_bytes: float
+    """What it reads and writes: inputs, parameters and outputs."""
+    parameters: tuple[int, ...] = ()
+    """Distinct indices into `OperationGraph.parameter_bytes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that passes between operations."""
+
+    size_bytes: float
+    producer: int | None
+    """Index of an operation; None of what the network is given."""
+    consumers: tuple[int, ...]
+    """Distinct indices of operations, ascending."""
+    is_output: bool = False
+    """Whether the network gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationGraph:
+    """Operations in an order in which they can run, and the values between them.
+
+    Raises `ValueError` where a value is used before it is there, an index is out of range, or an
+    amount is negative.
+    """
+
+    operations: tuple[Operation, ...]
+    values: tuple[Value, ...]
+    parameter_bytes: tuple[float, ...] = ()
+    inputs: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
+    """For each operation, indices of the values that it uses."""
+    outputs: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
+    """For each operation, indices of the values that it makes."""
+
+    def __post_init__(self) -> None:
+        inputs: list[list[int]] = [[] for _ in self.operations]
+        outputs: list[list[int]] = [[] for _ in self.operations]
+        if not self.operations:
+            raise ValueError("a graph without operations")
+        for index, value in enumerate(self.values):
+            earliest = -1 if value.producer is None else value.producer
+            used = (earliest, *value.consumers)
+            if list(used) != sorted(set(used)) or used[-1] >= len(self.operations):
+                raise ValueError(
+                    f"value {index}: producer {value.producer} and consumers {value.consumers} are "
+                    f"not ascending indices of {len(self.operations)} operations"
+                )
+            if value.producer is not None:
+                outputs[value.producer].append(index)
+            for consumer in value.consumers:
+                inputs[consumer].append(index)
+        for operation in self.operations:
+            if not all(0 <= each < len(self.parameter_bytes) for each in operation.parameters):
+                raise ValueError(
+                    f"{operation.name}: parameters {operation.parameters} do not exist"
+                )
+        amounts = [
+            *self.parameter_bytes,
+            *(value.size_bytes for value in self.values),
+            *(each for one in self.operations for each in (one.flop, one.moved_bytes)),
+        ]
+        if not all(0 <= each < math.inf for each in amounts):
+            raise ValueError("sizes and work must be finite and not negative")
+        object.__setattr__(self, "inputs", tuple(map(tuple, inputs)))
+        object.__setattr__(self, "outputs", tuple(map(tuple, outputs)))
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+    @property
+    def total_flop(self) -> float:
+        return sum(operation.flop for operation in self.operations)
+
+    @property
+    def total_parameter_bytes(self) -> float:
+        used = {each for operation in self.operations for each in operation.parameters}
+        return sum(self.parameter_bytes[each] for each in used)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one machine does in a second, and how much it holds.
+
+    Raises `ValueError` for a rate that is not positive.
+    """
+
+    flop_per_s: float
+    moved_bytes_per_s: float
+    """Between its processor and its fast memory."""
+    link_bytes_per_s: float
+    """To and from the other machines, in each direction."""
+    fast_memory_bytes: float = math.inf
+    """For parameters and values. Parameters that do not fit are read again for each request."""
+    stream_bytes_per_s: float = 1e9
+    """At which these are read."""
+
+    def __post_init__(self) -> None:
+        rates = (self.flop_per_s, self.moved_bytes_per_s, self.link_bytes_per_s)
+        if not all(rate > 0 for rate in (*rates, self.stream_bytes_per_s)):
+            raise ValueError(f"rates of a machine must be positive: {self}")
+        if self.fast_memory_bytes < 0:
+            raise ValueError(f"memory of {self.fast_memory_bytes} bytes")
+
+    def work_s(self, graph: OperationGraph) -> Floats:
+        """Seconds of each operation [N]: of its arithmetic or of its traffic, the longer."""
+        flop_N = np.array([each.flop for each in graph.operations])
+        moved_N = np.array([each.moved_bytes for each in graph.operations])
+        return np.maximum(flop_N / self.flop_per_s, moved_N / self.moved_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """Seconds that a request takes of one machine. Source: equations 8 to 10 of the Nesa paper."""
+
+    receive_s: float = 0.0
+    work_s: float = 0.0
+    overflow_s: float = 0.0
+    send_s: float = 0.0
+    parameter_bytes: float = 0.0
+    peak_bytes: float = 0.0
+    """The most that values take up at once."""
+
+    @property
+    def total_s(self) -> float:
+        return self.receive_s + self.work_s + self.overflow_s + self.send_s
+
+
+def block_cost(graph: OperationGraph, operations: Sequence[int], machine: Machine) -> BlockCost:
+    """Cost of a block: `operations`, in the order in which `machine` runs them.
+
+    As meant by equations 8 to 10, in three points not as printed. A block is sent each value that
+    it needs once, however many of its operations use it, and sends each value that is needed
+    elsewhere once, as a node of a star does. Equation 9 adds bytes to seconds: here all bytes
+    beyond the fast memory are divided by the rate at which they are read, and where all fit it is
+    nothing. Values are in memory from when they come or are made until they were last used in the
+    block. The network's inputs come, and its outputs leave, as other values do.
+    """
+    place = {operation: position for position, operation in enumerate(operations)}
+    received = sent = 0.0
+    alive = np.zeros(len(operations) + 1)
+    for value in graph.values:
+        inside = [place[each] for each in value.consumers if each in place]
+        made_here = value.producer in place
+        if made_here:
+            if value.is_output or len(inside) < len(value.consumers):
+                sent += value.size_bytes
+        elif inside:
+            received += value.size_bytes
+        if made_here or inside:
+            first = 0 if value.producer is None else place.get(value.producer, 0)
+            alive[first] += value.size_bytes
+            alive[max(inside, default=first) + 1] -= value.size_bytes
+    parameters = {each for one in operations for each in graph.operations[one].parameters}
+    parameter_bytes = sum(graph.parameter_bytes[each] for each in parameters)
+    peak_bytes = float(np.cumsum(alive).max(initial=0.0))
+    beyond = max(0.0, parameter_bytes + peak_bytes - machine.fast_memory_bytes)
+    return BlockCost(
+        received / machine.link_bytes_per_s,
+        float(machine.work_s(graph)[list(operations)].sum()),
+        beyond / machine.stream_bytes_per_s,
+        sent / machine.link_bytes_per_s,
+        parameter_bytes,
+        peak_bytes,
+    )

@@ -1,0 +1,191 @@
+"""Search of an order, and of the machines' order, whose slices have the fastest slowest block.
+
+Source: section 2.6.1 of the Nesa paper, a genetic algorithm with random keys (BRKGA; Goncalves and
+Resende 2011). Keys of operations decide which comes next of those that can, those of machines which
+takes the first slice. Parents are one of the elite and one of the rest, and a child takes each key
+of the elite parent with probability `BIAS`. The paper prints the average of two parents instead
+(`Crossover` "arithmetic"), which draws all keys towards the middle.
+
+N operations, K machines, P candidates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Literal
+
+import numpy as np
+
+from nesa_node.core.errors import ConfigError
+from nesa_node.sharding.operation_graph import Floats, Ints, Machine, OperationGraph
+from nesa_node.sharding.operation_orders import OrderMaker
+from nesa_node.sharding.slicing import Slicing, slice_order
+
+Crossover = Literal["biased", "arithmetic"]
+
+ELITES, OFFSPRING, MUTANTS = 10, 28, 10
+BIAS = 0.7
+SEARCH_CUTS = 256
+"""Places to cut while orders are compared; those found are then cut anywhere."""
+FINALISTS = 3
+"""Orders that are cut anywhere, the best of the search."""
+STALE_GENERATIONS = 40
+"""Generations without a better candidate after which a search ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchProgress:
+    """How far a search has come."""
+
+    generation: int
+    bottleneck_s: float
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FoundOrder:
+    """The best slices that a search found."""
+
+    slicing: Slicing
+    machine_order: tuple[int, ...]
+    """Index of the machine that has each of the slices."""
+    kahn_s: float
+    """Bottleneck of Kahn's order, with the machines in the order given."""
+    generations: int
+
+
+def search_orders(
+    graph: OperationGraph,
+    machines: Sequence[Machine],
+    *,
+    seed: int,
+    budget_s: float = 10.0,
+    max_generations: int = 10_000,
+    crossover: Crossover = "biased",
+    on_progress: Callable[[SearchProgress], None] | None = None,
+) -> FoundOrder:
+    """Search for at most `budget_s` seconds, then slice the best orders exactly.
+
+    The first candidates are the graph's own order, Kahn's and a depth-first one, so that the result
+    is never worse than these. The same seed and number of generations give the same result. Raises
+    `ConfigError` without pymoo, and `ValueError` for no machines.
+    """
+    search = _Search(graph, machines)
+    kahn = slice_order(graph, search.orders.breadth_first(), machines)
+    generations = search.run(seed, budget_s, max_generations, crossover, on_progress)
+    candidates = [
+        (slice_order(graph, order, [machines[each] for each in places]), places)
+        for order, places in search.finalists()
+    ]
+    candidates.append((kahn, tuple(range(len(machines)))))
+    slicing, places = min(candidates, key=lambda each: each[0].bottleneck_s)
+    return FoundOrder(slicing, places, kahn.bottleneck_s, generations)
+
+
+class _Search:
+    def __init__(self, graph: OperationGraph, machines: Sequence[Machine]) -> None:
+        self.orders = OrderMaker(graph)
+        self._graph = graph
+        self._machines = machines
+        # Where all are alike, their order is no question.
+        self._machine_keys = len(machines) if len(set(machines)) > 1 else 0
+        self._costs: dict[bytes, float] = {}
+        self._best: list[tuple[float, Ints, tuple[int, ...]]] = []
+
+    def run(
+        self,
+        seed: int,
+        budget_s: float,
+        max_generations: int,
+        crossover: Crossover,
+        on_progress: Callable[[SearchProgress], None] | None,
+    ) -> int:
+        """Evolve keys; returns the number of generations."""
+        began = time.monotonic()
+        algorithm = _make_algorithm(self._first_keys(seed), crossover)
+        from pymoo.core.problem import Problem
+
+        def evaluate(keys_PK: Floats, out: dict[str, Any], *_: Any, **__: Any) -> None:
+            costs = []
+            for keys_K in keys_PK:
+                late = time.monotonic() - began > budget_s
+                costs.append(np.inf if late and self._costs else self._cost(keys_K))
+            out["F"] = np.array(costs)
+
+        problem = Problem(n_var=len(self._graph) + self._machine_keys, n_obj=1, xl=0.0, xu=1.0)
+        problem._evaluate = evaluate
+        algorithm.setup(problem, termination=("n_gen", max_generations), seed=seed)
+        best, stale = np.inf, 0
+        while algorithm.has_next() and time.monotonic() - began < budget_s:
+            algorithm.next()
+            now = self._best[0][0]
+            stale = 0 if now < best else stale + 1
+            best = now
+            if on_progress is not None:
+                on_progress(SearchProgress(algorithm.n_gen, best, time.monotonic() - began))
+            if stale >= STALE_GENERATIONS:
+                break
+        return int(algorithm.n_gen or 0)
+
+    def finalists(self) -> list[tuple[Ints, tuple[int, ...]]]:
+        """The best different orders and machines' orders."""
+        return [(order, places) for _, order, places in self._best]
+
+    def _first_keys(self, seed: int) -> Floats:
+        """Random keys, but for those of three orders [P, N + K]."""
+        count = len(self._graph)
+        generator = np.random.default_rng(seed)
+        keys_PK = generator.random((ELITES + OFFSPRING + MUTANTS, count + self._machine_keys))
+        known = (np.arange(count), self.orders.breadth_first(), self.orders.depth_first())
+        for keys_K, order in zip(keys_PK, known, strict=False):
+            keys_K[order] = np.arange(count) / count
+            keys_K[count:] = np.arange(self._machine_keys) / max(1, self._machine_keys)
+        return keys_PK
+
+    def _cost(self, keys_K: Floats) -> float:
+        count = len(self._graph)
+        order = self.orders.by_keys(keys_K[:count].tolist())
+        places = tuple(np.argsort(keys_K[count:], kind="stable").tolist())
+        places = places or tuple(range(len(self._machines)))
+        known = sha256(order.tobytes() + repr(places).encode()).digest()
+        if known not in self._costs:
+            machines = [self._machines[each] for each in places]
+            slicing = slice_order(self._graph, order, machines, max_cuts=SEARCH_CUTS)
+            self._costs[known] = slicing.bottleneck_s
+            self._best.append((slicing.bottleneck_s, order, places))
+            self._best = sorted(self._best, key=lambda each: each[0])[:FINALISTS]
+        return self._costs[known]
+
+
+def _make_algorithm(first_keys_PK: Floats, crossover: Crossover) -> Any:
+    try:
+        from pymoo.algorithms.soo.nonconvex.brkga import BRKGA
+        from pymoo.core.crossover import Crossover as PymooCrossover
+    except ImportError as error:
+        raise ConfigError(
+            "a search of orders needs pymoo: pip install 'nesa-node[plan]' (the extra `plan`)"
+        ) from error
+
+    class Average(PymooCrossover):  # type: ignore[misc]
+        """A share of one parent, the rest of the other: one share for all keys of a child."""
+
+        def __init__(self) -> None:
+            super().__init__(n_parents=2, n_offsprings=1, prob=1.0)
+
+        def _do(self, _: Any, parents_2PK: Floats, *__: Any, random_state: Any, **___: Any) -> Any:
+            share_P1 = random_state.random((parents_2PK.shape[1], 1))
+            return (share_P1 * parents_2PK[0] + (1 - share_P1) * parents_2PK[1])[None]
+
+    algorithm = BRKGA(
+        n_elites=ELITES,
+        n_offsprings=OFFSPRING,
+        n_mutants=MUTANTS,
+        bias=BIAS,
+        sampling=first_keys_PK,
+    )
+    if crossover == "arithmetic":
+        algorithm.mating.crossover = Average()
+    return algorithm

@@ -1,0 +1,64 @@
+"""A network's operations, divided among machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nesa_node.sharding.lower_bound import lower_bound_s
+from nesa_node.sharding.operation_graph import BlockCost, Machine, OperationGraph, block_cost
+from nesa_node.sharding.order_search import SearchProgress, search_orders
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one machine computes of each request."""
+
+    machine: int
+    """Its index among the machines."""
+    operations: tuple[int, ...]
+    """In the order in which it runs them; none where more machines would only slow it down."""
+    cost: BlockCost
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPartition:
+    """Pieces in an order in which values only go on, one for each machine."""
+
+    pieces: tuple[Piece, ...]
+    bottleneck_s: float
+    """Seconds between two requests, if many are on their way: the slowest piece's."""
+    bound_s: float
+    """No partition has a faster slowest piece than this."""
+    kahn_s: float
+    """The slowest piece of Kahn's order, before the search."""
+    generations: int
+    """Of the search."""
+
+    @property
+    def gap(self) -> float:
+        """By how much the slowest piece could be faster at most, as a share of the bound."""
+        return self.bottleneck_s / self.bound_s - 1 if self.bound_s else 0.0
+
+
+def find_partition(
+    graph: OperationGraph,
+    machines: Sequence[Machine],
+    *,
+    seed: int,
+    budget_s: float,
+    on_progress: Callable[[SearchProgress], None] | None = None,
+) -> GraphPartition:
+    """The best partition that a search of `budget_s` seconds finds: see `search_orders`."""
+    found = search_orders(graph, machines, seed=seed, budget_s=budget_s, on_progress=on_progress)
+    pieces = tuple(
+        Piece(place, block, block_cost(graph, block, machines[place]))
+        for place, block in zip(found.machine_order, found.slicing.blocks(), strict=True)
+    )
+    return GraphPartition(
+        pieces,
+        max(piece.cost.total_s for piece in pieces),
+        lower_bound_s(graph, machines),
+        found.kahn_s,
+        found.generations,
+    )

@@ -1,0 +1,131 @@
+"""Graphs of models of transformers, by their config alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+from nesa_node.core.errors import (
+    CorruptCheckpointError,
+    ModelNotFoundError,
+    UnsupportedFeatureError,
+    UnsupportedModelError,
+)
+from nesa_node.engine.graphs.model_graph import InputSizes, capture_model
+from nesa_node.sharding.capture import CapturedModel
+
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+MODELS: dict[str, PreTrainedConfig] = {
+    "ViTForImageClassification": transformers.ViTConfig(
+        **SMALL, num_hidden_layers=2, image_size=32, patch_size=8
+    ),
+    "BertForSequenceClassification": transformers.BertConfig(**SMALL, num_hidden_layers=2),
+    "ResNetForImageClassification": transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]
+    ),
+    "T5ForConditionalGeneration": transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
+    ),
+    "WhisperForConditionalGeneration": transformers.WhisperConfig(
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+    ),
+    "CLIPModel": transformers.CLIPConfig(
+        text_config={**SMALL, "num_hidden_layers": 1},
+        vision_config={**SMALL, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8},
+    ),
+    "LlamaForCausalLM": transformers.LlamaConfig(**SMALL, num_hidden_layers=2, vocab_size=100),
+}
+
+
+def write_config(name: str, folder: Path) -> Path:
+    config = MODELS[name]
+    config.architectures = [name]
+    config.save_pretrained(folder)
+    return folder
+
+
+def _capture(folder: Path, **sizes: int) -> CapturedModel:
+    sizes_given = InputSizes(**sizes)
+    return capture_model(folder, name="model", dtype=torch.float32, sizes=sizes_given)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_captured(name: str, tmp_path: Path) -> None:
+    graph = _capture(write_config(name, tmp_path), tokens=16).graph
+    with torch.device("meta"):
+        model = getattr(transformers, name)(MODELS[name])
+    weights = sum(4 * parameter.numel() for parameter in model.parameters())
+    buffers = sum(each.numel() * each.element_size() for each in model.buffers())
+    assert weights * 0.9 <= graph.total_parameter_bytes <= weights + buffers
+    assert any(value.is_output for value in graph.values)
+    assert len(graph) > 10
+
+
+def test_sizes_of_a_request(tmp_path: Path) -> None:
+    folder = write_config("BertForSequenceClassification", tmp_path)
+    one = _capture(folder, batch=1, tokens=16).graph
+    four = _capture(folder, batch=4, tokens=16).graph
+    longest = _capture(folder, tokens=10_000).graph
+    assert four.total_flop == pytest.approx(4 * one.total_flop)
+    assert longest.values[0].size_bytes == 8 * 512
+    folder = write_config("ResNetForImageClassification", tmp_path / "images")
+    small = _capture(folder, image_size=32).graph
+    assert small.values[0].size_bytes == 4 * 3 * 32 * 32
+    assert _capture(folder).graph.values[0].size_bytes == 4 * 3 * 224 * 224
+
+
+def test_an_image_of_the_wrong_size(tmp_path: Path) -> None:
+    folder = write_config("ViTForImageClassification", tmp_path)
+    with pytest.raises(UnsupportedFeatureError, match=r"ViT.*image size \(33\*33\)"):
+        _capture(folder, image_size=33)
+
+
+@pytest.mark.parametrize(
+    ("raw", "error", "what"),
+    [
+        (None, ModelNotFoundError, "does not exist"),
+        ([1], CorruptCheckpointError, "no JSON object"),
+        ({}, UnsupportedModelError, "no model_type"),
+        ({"model_type": "nonesuch"}, CorruptCheckpointError, "nonesuch"),
+        ({"model_type": "vit"}, UnsupportedModelError, "none named"),
+        ({"model_type": "vit", "architectures": ["os.system"]}, UnsupportedModelError, "no class"),
+        ({"model_type": "vit", "architectures": ["ViTConfig"]}, UnsupportedModelError, "no class"),
+        ({"model_type": "vit", "num_labels": 10**9}, CorruptCheckpointError, "num_labels"),
+        (
+            {"model_type": "vit", "architectures": ["ViTModel"], "hidden_size": "wide"},
+            CorruptCheckpointError,
+            "wide",
+        ),
+        (
+            {"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"]},
+            UnsupportedModelError,
+            "takes input_values",
+        ),
+    ],
+)
+def test_configs_that_name_no_model(
+    raw: object, error: type[Exception], what: str, tmp_path: Path
+) -> None:
+    if raw is not None:
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(error, match=what):
+        _capture(tmp_path)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    raw = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}, "architectures": ["Own"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(CorruptCheckpointError):
+        _capture(tmp_path)
+    assert not (tmp_path / "ran").exists()
