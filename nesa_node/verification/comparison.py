@@ -46,6 +46,11 @@ FLOAT32_MARGIN = 5.0
 """By how much more in float32, whose rounding is far below any lie's error: inputs can be found for
 which single honest tokens differ by twice as much as an auditor's own computations."""
 
+MAX_EXCUSED = 4.0
+"""How many times the allowed errors those of a node may be (in float32 `FLOAT32_MARGIN` times more)
+that passes because an auditor's own computations differ as much: bounds are fitted to one model,
+and a second one differed by up to three times as much. By more, all do of inputs made for that."""
+
 MIN_EVIDENT_TOKENS = 16
 EVIDENT_FACTOR = 8.0
 """How many tokens have to be how many times as far off as two computations differ, for an accuser
@@ -176,8 +181,16 @@ class Comparison:
         `own` compares these with the one of this; `sent` does so as the codec would have made them.
         """
         is_wrong = all(each.outcome == "failed" for each in (self, *others))
-        margin = FLOAT32_MARGIN if dtype is torch.float32 else 1.0
-        return is_wrong and self.of_clear(own) > margin and self.of_clear(sent) > 1
+        is_clear = self.of_clear(own) > _rounding_margin(dtype) and self.of_clear(sent) > 1
+        return is_wrong and is_clear
+
+    def is_excusable(self, dtype: torch.dtype) -> bool:
+        """Whether errors that further computations do not confirm may be another model's."""
+        return (self.of_allowed or 0.0) <= MAX_EXCUSED * _rounding_margin(dtype)
+
+
+def _rounding_margin(dtype: torch.dtype) -> float:
+    return FLOAT32_MARGIN if dtype is torch.float32 else 1.0
 
 
 def judge(errors: torch.Tensor, tokens: int, scheme: str, allowed: Threshold | None) -> Comparison:

@@ -8,7 +8,7 @@ L tokens of a row, P positions of it whose outputs are known, D hidden, E expert
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast, get_args
 
@@ -52,13 +52,15 @@ class Recomputation:
 
 def recompute_otherwise(
     checkpoint: Checkpoint, work: HopWork, adapter: PeftFolder | None = None
-) -> list[list[Tensor]]:
-    """Outputs of further computations for `is_confirmed`: token by token, and of perturbed inputs.
+) -> Iterator[list[Tensor]]:
+    """Outputs of further computations for `is_confirmed`: of perturbed inputs, and token by token.
 
-    Blocks the thread. Raises as `recompute` does.
+    Each is made when it is asked for, the one that takes longest at last. Blocks the thread. Raises
+    as `recompute` does.
     """
-    ways = [{"by_token": True}, *[{"is_perturbed": True}] * PERTURBATIONS]
-    return [recompute(checkpoint, work, adapter, **way).outputs for way in ways]
+    for _ in range(PERTURBATIONS):
+        yield recompute(checkpoint, work, adapter, is_perturbed=True).outputs
+    yield recompute(checkpoint, work, adapter, by_token=True).outputs
 
 
 def _recomputed_span(work: HopWork) -> Span:

@@ -135,7 +135,7 @@ class Referee:
             )
         asked = self._checkpoint, alone, self._adapter
         once = await asyncio.to_thread(recompute, *asked)
-        return [once.outputs, *await asyncio.to_thread(recompute_otherwise, *asked)]
+        return [once.outputs, *await asyncio.to_thread(list, recompute_otherwise(*asked))]
 
     async def _run_in_turn(self, peer: PeerId, span: Span, states: Rows, work: HopWork) -> Rows:
         """Outputs of `span` by a session for each block."""

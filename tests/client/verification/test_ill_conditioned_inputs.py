@@ -5,6 +5,7 @@ L tokens of a row, D hidden.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from copy import deepcopy
@@ -77,7 +78,7 @@ def judge(folder: Path, inputs_LD: torch.Tensor, outputs_LD: torch.Tensor) -> tu
     try:
         found, _ = auditor._compare(work, None)
     except NotAuditedError:
-        return "not audited", 0.0
+        return "not audited", math.inf
     return found.outcome, found.of_allowed or 0.0
 
 
@@ -89,12 +90,33 @@ def test_a_machine_that_rounds_otherwise_is_not_blamed(
     folder = tiny("llama")
     model = reference(folder).model
     exact_model = deepcopy(model).double()
-    outcomes = set()
+    found = []
     for seed in range(2):
         inputs_LD = cancelling_inputs(model, tokens, seed)
         exact_LD = run_layers(exact_model, inputs_LD).float().detach()
-        outcomes.add(judge(folder, inputs_LD, exact_LD)[0])
+        found.append(judge(folder, inputs_LD, exact_LD))
         # A lie is a lie with such inputs, too.
         assert judge(folder, inputs_LD, 1.01 * exact_LD)[0] == "failed"
-    assert "failed" not in outcomes
-    assert "not audited" in outcomes
+    assert {outcome for outcome, _ in found} <= {"passed", "not audited"}
+    assert max(of_allowed for _, of_allowed in found) > 1
+
+
+@pytest.mark.parametrize(
+    ("narrower", "outcome"), [(0.2, "passed"), (1, "passed"), (5, "passed"), (50, "not audited")]
+)
+def test_bounds_of_another_model_are_no_fault(
+    tiny: Callable[[str], Path], narrower: float, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of the same family may have larger errors than the one that bounds are fitted to."""
+    kind = ComputationKind("llama", "float32", "none", "cpu")
+    allowed = Threshold(*(1e-6 / narrower,) * 3, 1, (1e-6 / narrower,) * 3)
+    monkeypatch.setattr(comparison, "_load_thresholds", lambda _: {kind: {BLOCKS: allowed}})
+    folder = tiny("llama")
+    model = reference(folder).model
+    inputs_LD = torch.randn((60, HIDDEN), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact_LD = run_layers(deepcopy(model).double(), inputs_LD).float()
+    found, of_allowed = judge(folder, inputs_LD, exact_LD)
+    assert found == outcome
+    assert (of_allowed > 1) == (narrower >= 1)
+    assert judge(folder, inputs_LD, exact_LD * (1 + 1e-3 * inputs_LD.sign()))[0] == "failed"
