@@ -1,145 +1,224 @@
 """A time that no partition's slowest block can be faster than.
 
-Let T be the bottleneck of a partition. An operation's block cannot hold another one if the
-operations on the paths between both take longer than T, as blocks are convex: so its block is cut
-off before all of these, and what passes such a cut is at least a minimum cut c_v of the graph. Its
-block then has at most T - c_v seconds of work. Each operation counts with the share of its block's
-work that it is, w_v / (T - c_v) at least, and all shares together are the number of blocks. The
-least T for which they are no more than the machines is the bound: it holds for all partitions with
-an acyclic quotient, whether or not they are slices of an order.
+Each partition with an acyclic quotient is a chain of nested sets of operations, each of which
+contains what its operations use: a block is the difference of two. Of a graph in which few
+operations can run beside each other there are few such sets, and the best chain is found by
+comparing all. Of wider graphs some operations are left out of the comparison, those that can run
+beside most of the rest for their work: what remains is a partition of the rest, no block of which
+costs more, and the work that was left out must fit into what is left of all machines' time.
 
-N operations, K machines.
+N operations kept, V values, C closed sets, K machines.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
 
 from nesa_node.sharding.operation_graph import Floats, Ints, Machine, OperationGraph
 
-MAX_CUTS = 200
-"""Operations for which a minimum cut is made, those with most work: of the rest none is assumed."""
-_STEPS = 12
-"""Halvings of the interval in which the bound is: to a four-thousandth."""
-_UNCUT = 10**9
-"""Capacity that no cut has."""
+MAX_SETS = 1500
+"""Closed sets that are compared with each other."""
+PRECISION = 1e-4
+"""By how much less than what was compared the bound may be, as a share of it."""
+_ROUNDING = 1e-9
+
+Bools = npt.NDArray[np.bool_]
 
 
-def lower_bound_s(graph: OperationGraph, machines: Sequence[Machine]) -> float:
-    """Seconds below the slowest block of each partition among `machines`."""
-    return _Bound(graph, machines).find()
+def lower_bound_s(graph: OperationGraph, machines: Sequence[Machine], known_s: float) -> float:
+    """Seconds below the slowest block of each partition among `machines`.
 
-
-class _Bound:
-    def __init__(self, graph: OperationGraph, machines: Sequence[Machine]) -> None:
-        self._graph = graph
-        self._machines = machines
-        works_KN = np.array([machine.work_s(graph) for machine in machines])
-        self._work_N = works_KN.min(axis=0)
-        """Of the fastest machine for each operation."""
-        ratios_KN = np.ones_like(works_KN)
-        np.divide(self._work_N, works_KN, out=ratios_KN, where=works_KN > 0)
-        self._speed = float(ratios_KN.max(axis=1).sum())
-        """Machines, each as a share of one that is the fastest for all operations."""
-        self._link = max(machine.link_bytes_per_s for machine in machines)
-        self._heavy = np.argsort(-self._work_N)[:MAX_CUTS]
-        self._between = _work_between(graph, self._work_N, self._heavy)
-        size = sum(value.size_bytes for value in graph.values)
-        self._unit = max(size * 4 / _UNCUT, 1e-12)
-        """Bytes of one unit of capacity."""
-
-    def find(self) -> float:
-        low = max(self._of_sums(), self._of_single_operations())
-        if not low:
-            return 0.0
-        high = low
-        while not self._is_possible(high):
-            low, high = high, 2 * high
-        for _ in range(_STEPS):
-            middle = (low + high) / 2
-            if self._is_possible(middle):
-                high = middle
-            else:
-                low = middle
-        return low
-
-    def _of_sums(self) -> float:
-        """Of all work and all parameters that must be streamed, on all machines together."""
-        stream = max(machine.stream_bytes_per_s for machine in self._machines)
-        fitting = sum(machine.fast_memory_bytes for machine in self._machines)
-        beyond = max(0.0, self._graph.total_parameter_bytes - fitting)
-        count = len(self._machines)
-        return max(float(self._work_N.sum()) / self._speed, beyond / stream / count)
-
-    def _of_single_operations(self) -> float:
-        most = 0.0
-        room = max(machine.fast_memory_bytes for machine in self._machines)
-        stream = max(machine.stream_bytes_per_s for machine in self._machines)
-        for operation, work_s in zip(self._graph.operations, self._work_N, strict=True):
-            held = sum(self._graph.parameter_bytes[each] for each in operation.parameters)
-            most = max(most, float(work_s) + max(0.0, held - room) / stream)
-        return most
-
-    def _is_possible(self, bottleneck_s: float) -> bool:
-        """Whether shares of blocks leave a bottleneck of `bottleneck_s` possible."""
-        moved_N = np.zeros(len(self._graph))
-        for row, operation in enumerate(self._heavy):
-            far = self._between[row] > bottleneck_s
-            moved_N[operation] = self._least_bytes(int(operation), far) / self._link
-        left_N = bottleneck_s - moved_N
-        if (left_N < self._work_N).any():
-            return False
-        busy = self._work_N > 0
-        return float((self._work_N[busy] / left_N[busy]).sum()) <= self._speed * (1 + 1e-12)
-
-    def _least_bytes(self, operation: int, far_N: npt.NDArray[np.bool_]) -> float:
-        """What passes at least between a set with `operation`, without those of `far_N`, and the
-        rest: a minimum cut, in which `operation` is the source and `far_N` are one sink.
-        """
-        graph = self._graph
-        count = len(graph)
-        sink = count
-        node_of = np.where(far_N, sink, np.arange(count))
-        edges: dict[tuple[int, int], int] = {}
-        helper = count + 1
-
-        def join(start: int, end: int, capacity: int) -> None:
-            if start != end:
-                edges[start, end] = min(_UNCUT, edges.get((start, end), 0) + capacity)
-
-        for value in graph.values:
-            producer = sink if value.producer is None else int(node_of[value.producer])
-            consumers = {int(node_of[each]) for each in value.consumers}
-            users = consumers | ({sink} if value.is_output else set())
-            size = int(value.size_bytes / self._unit)
-            if users == {producer} or not size:
-                continue
-            if producer != sink:
-                join(producer, helper, size)
-                for user in users:
-                    join(helper, user, _UNCUT)
-                helper += 1
-            for user in consumers - {sink, producer}:
-                join(user, helper, _UNCUT)
-            join(helper, producer, size)
-            helper += 1
-        if not edges:
-            return 0.0
-        starts, ends = np.array(list(edges)).T
-        capacity = np.array(list(edges.values()), dtype=np.int32)
-        network = csr_array((capacity, (starts, ends)), shape=(helper, helper))
-        return float(maximum_flow(network, operation, sink).flow_value) * self._unit
-
-
-def _work_between(graph: OperationGraph, work_N: Floats, chosen: Ints) -> Floats:
-    """For each operation of `chosen` and each other one, the work of those on the paths between
-    them, both included; nothing where there is no path.
+    `known_s` is the slowest block's of one, which the bound does not exceed. Unequal machines count
+    as the fastest of them in all respects, but for their work all together.
     """
+    work_N, speed = _relative_work(graph, machines)
+    least = max(float(work_N.sum()) / speed, _of_single_operations(graph, machines, work_N))
+    least = max(least, _of_parameters(graph, machines))
+    pairs = _compare_closed_sets(graph, machines, work_N, known_s)
+    low, high = min(least, known_s), known_s
+    if pairs.is_possible(low, machines):
+        return low
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2
+        if pairs.is_possible(middle, machines):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _relative_work(graph: OperationGraph, machines: Sequence[Machine]) -> tuple[Floats, float]:
+    """Seconds of each operation on the fastest machine for it, and how many machines of that speed
+    all of them together are at most.
+    """
+    works_KN = np.array([machine.work_s(graph) for machine in machines])
+    fastest_N = works_KN.min(axis=0)
+    ratios_KN = np.ones_like(works_KN)
+    np.divide(fastest_N, works_KN, out=ratios_KN, where=works_KN > 0)
+    return fastest_N, float(ratios_KN.max(axis=1).sum())
+
+
+def _of_parameters(graph: OperationGraph, machines: Sequence[Machine]) -> float:
+    """Of the parameters that no memory holds, read by all machines together."""
+    beyond = graph.total_parameter_bytes - sum(each.fast_memory_bytes for each in machines)
+    return max(0.0, beyond) / sum(each.stream_bytes_per_s for each in machines)
+
+
+def _of_single_operations(
+    graph: OperationGraph, machines: Sequence[Machine], work_N: Floats
+) -> float:
+    room = max(machine.fast_memory_bytes for machine in machines)
+    stream = max(machine.stream_bytes_per_s for machine in machines)
+    most = 0.0
+    for operation, work_s in zip(graph.operations, work_N, strict=True):
+        held = sum(graph.parameter_bytes[each] for each in operation.parameters)
+        most = max(most, float(work_s) + max(0.0, held - room) / stream)
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Blocks between two closed sets, and what they cost, the inner set's index first."""
+
+    inner: Ints
+    outer: Ints
+    cost_s: Floats
+    sets: int
+    left_out_s: float
+    """Work that is in no block."""
+
+    def is_possible(self, bottleneck_s: float, machines: Sequence[Machine]) -> bool:
+        """Whether blocks that cost no more than `bottleneck_s` leave time for all other work."""
+        fits = self.cost_s <= bottleneck_s * (1 + _ROUNDING)
+        inner, outer, cost_s = self.inner[fits], self.outer[fits], self.cost_s[fits]
+        total = np.full(self.sets, math.inf)
+        total[0] = 0.0
+        for _ in machines:
+            following = total.copy()
+            np.minimum.at(following, outer, total[inner] + cost_s)
+            if (following == total).all():
+                break
+            total = following
+        if len(set(machines)) > 1:
+            # A slow machine's time is not what these costs are.
+            return bool(total[-1] < math.inf)
+        room_s = bottleneck_s * len(machines) * (1 + _ROUNDING)
+        return bool(total[-1] + self.left_out_s <= room_s)
+
+
+def _compare_closed_sets(
+    graph: OperationGraph, machines: Sequence[Machine], work_N: Floats, known_s: float
+) -> _Pairs:
+    kept, sets = _choose_operations(graph, work_N)
+    member_CN = np.zeros((len(sets), len(kept)), dtype=bool)
+    for row, each in enumerate(sets):
+        bits = np.frombuffer(each.to_bytes(-(-len(kept) // 8), "little"), dtype=np.uint8)
+        member_CN[row] = np.unpackbits(bits, bitorder="little")[: len(kept)]
+    inside = _Inside(graph, kept, member_CN)
+    link = max(machine.link_bytes_per_s for machine in machines)
+    room = max(machine.fast_memory_bytes for machine in machines)
+    stream = max(machine.stream_bytes_per_s for machine in machines)
+    work_C = member_CN @ work_N[kept]
+    words_CW = np.packbits(member_CN, axis=1)
+    inner_parts, outer_parts, cost_parts = [], [], []
+    for outer in range(1, len(sets)):
+        work_s = work_C[outer] - work_C[:outer]
+        near = np.flatnonzero(work_s <= known_s * (1 + _ROUNDING))
+        near = near[~(words_CW[near] & ~words_CW[outer]).any(axis=1)]
+        moved = inside.moved_bytes(outer, near)
+        beyond = np.maximum(inside.parameter_bytes(outer, near) - room, 0.0)
+        inner_parts.append(near)
+        outer_parts.append(np.full(len(near), outer))
+        cost_parts.append(work_s[near] + moved / link + beyond / stream)
+    return _Pairs(
+        np.concatenate(inner_parts),
+        np.concatenate(outer_parts),
+        np.concatenate(cost_parts),
+        len(sets),
+        float(work_N.sum() - work_N[kept].sum()),
+    )
+
+
+class _Inside:
+    """What of each value's and each parameter's uses lies in each closed set."""
+
+    def __init__(self, graph: OperationGraph, kept: Ints, member_CN: Bools) -> None:
+        place = {int(operation): index for index, operation in enumerate(kept)}
+        sizes, made, users, is_output = [], [], [], []
+        for value in graph.values:
+            consumers = [place[each] for each in value.consumers if each in place]
+            is_kept = value.producer is None or value.producer in place
+            if is_kept and (consumers or value.is_output):
+                sizes.append(value.size_bytes)
+                made.append(None if value.producer is None else place[value.producer])
+                users.append(consumers)
+                is_output.append(value.is_output)
+        self._size_V = np.array(sizes)
+        rows = len(member_CN)
+        self._made_CV = np.ones((rows, len(sizes)), dtype=bool)
+        self._is_input_V = np.array([each is None for each in made], dtype=bool)
+        self._users_CV = np.zeros((rows, len(sizes)), dtype=np.int16)
+        for index, (producer, consumers) in enumerate(zip(made, users, strict=True)):
+            if producer is not None:
+                self._made_CV[:, index] = member_CN[:, producer]
+            self._users_CV[:, index] = member_CN[:, consumers].sum(axis=1)
+        every_V = np.array([len(each) for each in users])
+        self._leaves_CV = (self._users_CV < every_V) | np.array(is_output, dtype=bool)
+        held = sorted({each for one in kept for each in graph.operations[one].parameters})
+        self._held_Q = np.array([graph.parameter_bytes[each] for each in held])
+        self._held_CQ = np.zeros((rows, len(held)), dtype=np.int16)
+        column = {parameter: index for index, parameter in enumerate(held)}
+        for index, operation in enumerate(kept):
+            for parameter in graph.operations[operation].parameters:
+                self._held_CQ[:, column[parameter]] += member_CN[:, index]
+
+    def moved_bytes(self, outer: int, inner: Ints) -> Floats:
+        """What the blocks between `inner` sets and the `outer` one receive and send."""
+        used = self._users_CV[outer] > self._users_CV[inner]
+        received = (used & self._made_CV[inner]) @ self._size_V
+        leaving_V = self._made_CV[outer] & self._leaves_CV[outer] & ~self._is_input_V
+        sent = (~self._made_CV[inner] & leaving_V) @ self._size_V
+        moved: Floats = received + sent
+        return moved
+
+    def parameter_bytes(self, outer: int, inner: Ints) -> Floats:
+        """Parameters of these blocks."""
+        held: Floats = (self._held_CQ[outer] > self._held_CQ[inner]) @ self._held_Q
+        return held
+
+
+def _choose_operations(graph: OperationGraph, work_N: Floats) -> tuple[Ints, list[int]]:
+    """Operations that are compared, and their closed sets, at most `MAX_SETS`, smaller ones first.
+
+    Sets are bits of the operations' places among those that are compared.
+    """
+    reaches = _reachable(graph)
+    beside_N = (~(reaches | reaches.T)).sum(axis=1)
+    share_N = work_N / (work_N.sum() or 1.0) + 1.0 / len(graph)
+    first = np.argsort(beside_N / share_N, kind="stable")
+    if len(first) > MAX_SETS:
+        heaviest = np.argsort(-work_N, kind="stable")[:MAX_SETS]
+        first = first[np.isin(first, heaviest)]
+    fewest, most, tried = 0, len(first) + 1, len(first)
+    kept, sets = first[:0], [0]
+    while not fewest or most - fewest > max(1, len(graph) // 100):
+        chosen = np.sort(first[:tried])
+        found = _closed_sets(reaches, chosen)
+        if found is None:
+            most = tried
+        else:
+            fewest, kept, sets = tried, chosen, found
+        tried = (fewest + most) // 2
+    return kept, sets
+
+
+def _reachable(graph: OperationGraph) -> Bools:
+    """For each operation, those that use what it makes, or what these make; and itself."""
     count = len(graph)
     reaches = np.zeros((count, count), dtype=bool)
     for operation in reversed(range(count)):
@@ -147,11 +226,38 @@ def _work_between(graph: OperationGraph, work_N: Floats, chosen: Ints) -> Floats
         for index in graph.outputs[operation]:
             for consumer in graph.values[index].consumers:
                 reaches[operation] |= reaches[consumer]
-    between = np.zeros((len(chosen), count))
-    for row, operation in enumerate(chosen):
-        after = reaches[operation]
-        before = reaches[:, operation]
-        # Of a later operation: what both it is reached from and `operation` reaches.
-        between[row, after] = (work_N[after, None] * reaches[np.ix_(after, after)]).sum(axis=0)
-        between[row, before] = (reaches[np.ix_(before, before)] * work_N[before]).sum(axis=1)
-    return between
+    return reaches
+
+
+def _closed_sets(reaches: Bools, kept: Ints) -> list[int] | None:
+    """Sets of `kept` operations, as bits, with all that reach theirs; None for too many."""
+    among = reaches[np.ix_(kept, kept)] & ~np.eye(len(kept), dtype=bool)
+    # Of what an operation needs, what nothing else that it needs is made of.
+    direct = among & ~(among.astype(np.float32) @ among.astype(np.float32) > 0)
+    after = [np.flatnonzero(row).tolist() for row in direct]
+    needs = [_as_bits(column) for column in among.T]
+    layer = {0: _as_bits(np.logical_not(among).all(axis=0))}
+    found = {0}
+    while layer:
+        following: dict[int, int] = {}
+        for done, ready in layer.items():
+            left = ready
+            while left:
+                index = (left & -left).bit_length() - 1
+                left &= left - 1
+                grown = done | 1 << index
+                if grown not in following:
+                    now = ready & ~(1 << index)
+                    for each in after[index]:
+                        if needs[each] & ~grown == 0:
+                            now |= 1 << each
+                    following[grown] = now
+            if len(found) + len(following) > MAX_SETS:
+                return None
+        found |= following.keys()
+        layer = following
+    return sorted(found, key=lambda each: (each.bit_count(), each))
+
+
+def _as_bits(chosen: npt.ArrayLike) -> int:
+    return int.from_bytes(np.packbits(np.asarray(chosen), bitorder="little").tobytes(), "little")

@@ -55,10 +55,11 @@ def find_partition(
         Piece(place, block, block_cost(graph, block, machines[place]))
         for place, block in zip(found.machine_order, found.slicing.blocks(), strict=True)
     )
+    bottleneck_s = max(piece.cost.total_s for piece in pieces)
     return GraphPartition(
         pieces,
-        max(piece.cost.total_s for piece in pieces),
-        lower_bound_s(graph, machines),
+        bottleneck_s,
+        lower_bound_s(graph, machines, bottleneck_s),
         found.kahn_s,
         found.generations,
     )

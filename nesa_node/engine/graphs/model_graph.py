@@ -1,17 +1,24 @@
-"""The graph of a model of transformers, of its config alone: no weights are read or made."""
+"""The graph of a model of transformers or diffusers, of its config alone: no weights are read."""
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
+from nesa_node.core.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    UnsupportedModelError,
+    is_installed,
+)
 from nesa_node.engine.weights.families import check_counts, read_raw_config
 from nesa_node.sharding.capture import CapturedModel, capture
 
@@ -32,28 +39,47 @@ def capture_model(
 ) -> CapturedModel:
     """The graph of one forward pass of the model in `folder`, by its `config.json`.
 
-    The first of its `architectures` is what is captured. Code in a checkpoint is never run. Raises
-    `ModelNotFoundError`, `CorruptCheckpointError`, `UnsupportedModelError` for what transformers
-    has no class for, and `UnsupportedFeatureError` where its course depends on values.
+    Of transformers the first of its `architectures` is captured, of diffusers its `_class_name`.
+    Code in a checkpoint is never run. Raises `ModelNotFoundError`, `CorruptCheckpointError`,
+    `UnsupportedModelError` for what neither library has a class for, `ConfigError` without
+    diffusers, and `UnsupportedFeatureError` where the model's course depends on values.
     """
-    config = _read_task_config(folder, name=name)
+    raw = _read_any_config(folder, name)
+    with torch.device("meta"):
+        if "_class_name" in raw:
+            model = _make_diffusion_model(raw, name).to(dtype)
+            return capture(model, (), diffusion_inputs(model, sizes, dtype))
+        transformer = _make_transformers_model(folder, raw, name)
+        transformer.to(dtype)  # type: ignore[arg-type]
+        return capture(transformer, (), example_inputs(transformer, sizes, dtype))
+
+
+def _read_any_config(folder: Path, name: str) -> Mapping[str, Any]:
+    if (folder / "model_index.json").is_file() and not (folder / "config.json").exists():
+        parts = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        raise UnsupportedModelError(
+            f"{name} is a pipeline of several networks: give one of its folders"
+            + (f" ({', '.join(parts)})" if parts else "")
+        )
+    raw = read_raw_config(folder, name=name)
+    check_counts(raw, folder / "config.json")
+    return raw
+
+
+def _make_transformers_model(folder: Path, raw: Mapping[str, Any], name: str) -> PreTrainedModel:
+    config = _read_task_config(folder, raw, name=name)
     model_class = _find_class(config, name)
     try:
-        with torch.device("meta"):
-            model = model_class(config)
-            model.to(dtype)  # type: ignore[arg-type]
+        return model_class(config)
     except (TypeError, ValueError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         raise CorruptCheckpointError(
             f"{folder / 'config.json'}: {model_class.__name__} cannot be made of it ({error})"
         ) from error
-    return capture(model, (), example_inputs(model, sizes, dtype))
 
 
-def _read_task_config(folder: Path, *, name: str) -> PreTrainedConfig:
-    raw = read_raw_config(folder, name=name)
+def _read_task_config(folder: Path, raw: Mapping[str, Any], *, name: str) -> PreTrainedConfig:
     if "model_type" not in raw:
         raise UnsupportedModelError(f"{name}: {folder / 'config.json'} has no model_type")
-    check_counts(raw, folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -79,22 +105,22 @@ def _find_class(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
 
 
 def example_inputs(model: PreTrainedModel, sizes: InputSizes, dtype: torch.dtype) -> dict[str, Any]:
-    """Inputs of the shapes that `model` takes, on the meta device."""
+    """Inputs of the shapes that a model of transformers takes, on the default device."""
     config = model.config
-    accepted = inspect.signature(model.forward).parameters
+    accepted = signature(model.forward).parameters
     text = getattr(config, "text_config", None) or config
     most = getattr(text, "max_position_embeddings", None) or sizes.tokens
-    ids = torch.zeros(sizes.batch, min(sizes.tokens, most), dtype=torch.long, device="meta")
+    ids = torch.zeros(sizes.batch, min(sizes.tokens, most), dtype=torch.long)
     vision = getattr(config, "vision_config", None) or config
     given: dict[str, Any] = {}
     main = model.main_input_name
     if main == "input_features":
         features_BMF = sizes.batch, config.num_mel_bins, 2 * config.max_source_positions
-        given[main] = torch.zeros(*features_BMF, dtype=dtype, device="meta")
+        given[main] = torch.zeros(*features_BMF, dtype=dtype)
     elif main == "pixel_values" or "pixel_values" in accepted:
         size = sizes.image_size or _image_size(vision)
         image_BCHW = sizes.batch, getattr(vision, "num_channels", 3), size, size
-        given["pixel_values"] = torch.zeros(*image_BCHW, dtype=dtype, device="meta")
+        given["pixel_values"] = torch.zeros(*image_BCHW, dtype=dtype)
     if main == "input_ids" or (main == "pixel_values" and "input_ids" in accepted):
         given["input_ids"] = ids
     if main not in given:
@@ -114,3 +140,49 @@ def _image_size(config: Any) -> int:
     if isinstance(size, list | tuple):
         size = max(size)
     return size if isinstance(size, int) else 224
+
+
+def _make_diffusion_model(raw: Mapping[str, Any], name: str) -> nn.Module:
+    if not is_installed("diffusers"):
+        raise ConfigError(
+            f"{name} is a model of diffusers: pip install 'nesa-node[images]' (the extra `images`)"
+        )
+    import diffusers
+
+    found = getattr(diffusers, str(raw["_class_name"]), None)
+    if not (isinstance(found, type) and issubclass(found, diffusers.ModelMixin)):
+        raise UnsupportedModelError(f"{name}: diffusers has no model {raw['_class_name']}")
+    model_class: Any = found
+    try:
+        model = model_class.from_config(dict(raw))
+    except Exception as error:
+        # diffusers checks configs with exceptions of many types.
+        raise CorruptCheckpointError(
+            f"{name}: {found.__name__} cannot be made of its config.json ({error})"
+        ) from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def diffusion_inputs(model: Any, sizes: InputSizes, dtype: torch.dtype) -> dict[str, Any]:
+    """Inputs of the shapes that a model of diffusers takes: one step of denoising, or an image."""
+    config = model.config
+    size = sizes.image_size or config.get("sample_size") or 64
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    image_BCHW = sizes.batch, config.get("in_channels", 4), height, width
+    features = config.get("joint_attention_dim") or config.get("cross_attention_dim") or 768
+    shapes: dict[str, tuple[int, ...]] = {
+        "sample": image_BCHW,
+        "hidden_states": image_BCHW,
+        "timestep": (sizes.batch,),
+        "encoder_hidden_states": (sizes.batch, sizes.tokens, features),
+        "pooled_projections": (sizes.batch, config.get("pooled_projection_dim", features)),
+    }
+    accepted = signature(model.forward).parameters
+    needed = {key for key, each in accepted.items() if each.default is Parameter.empty}
+    if missing := needed - shapes.keys() - {"kwargs", "args"}:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes {', '.join(sorted(missing))}: models of "
+            f"{', '.join(shapes)} can be planned"
+        )
+    return {key: torch.zeros(*shapes[key], dtype=dtype) for key in shapes if key in accepted}

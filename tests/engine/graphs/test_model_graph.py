@@ -129,3 +129,53 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError):
         _capture(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+UNET: dict[str, Any] = {
+    "sample_size": 8,
+    "block_out_channels": [8, 16],
+    "norm_num_groups": 4,
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "cross_attention_dim": 16,
+    "attention_head_dim": 4,
+    "layers_per_block": 1,
+}
+
+
+def test_models_of_diffusers(tmp_path: Path) -> None:
+    raw = {"_class_name": "UNet2DConditionModel", **UNET}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    graph = _capture(tmp_path, batch=2, tokens=5).graph
+    given = sorted(value.size_bytes for value in graph.values if value.producer is None)
+    assert given == [4 * 2, 4 * 2 * 5 * 16, 4 * 2 * 4 * 8 * 8]
+    assert sum(value.is_output for value in graph.values) == 1
+
+
+@pytest.mark.parametrize(
+    ("raw", "error", "what"),
+    [
+        ({"_class_name": "StableDiffusionPipeline"}, UnsupportedModelError, "no model"),
+        ({"_class_name": "os"}, UnsupportedModelError, "no model"),
+        (
+            {"_class_name": "UNet2DConditionModel", **UNET, "up_block_types": ["Other"]},
+            CorruptCheckpointError,
+            "cannot be made",
+        ),
+        ({"_class_name": "T5FilmDecoder"}, UnsupportedModelError, "takes decoder_input_tokens"),
+    ],
+)
+def test_configs_that_diffusers_refuses(
+    raw: object, error: type[Exception], what: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(error, match=what):
+        _capture(tmp_path)
+
+
+def test_a_pipeline_is_several_networks(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"one of its folders \(unet\)"):
+        _capture(tmp_path)
