@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nesa_node.cli.flags import OUTPUT, JsonFlag
 from nesa_node.core.errors import ConfigError
-from nesa_node.core.settings.declaration import default_cache_dir, user_path
 from nesa_node.core.wait_tracking import track_wait
-
-if TYPE_CHECKING:
-    from nesa_node.sharding.operation_graph import Machine
 
 REQUEST_GROUP = Group("A request", sort_key=5)
 MACHINES_GROUP = Group("Machines", sort_key=6)
 SEARCH_GROUP = Group("Search", sort_key=7)
-MAX_MACHINES = 1000
-
-
-class MachineRow(BaseModel):
-    """One table `[[machine]]` of a file of machines."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    count: int = Field(1, ge=1, le=MAX_MACHINES)
-    tflops: float = Field(10.0, gt=0, allow_inf_nan=False)
-    memory_gb_per_s: float = Field(300.0, gt=0, allow_inf_nan=False)
-    link_mbit_per_s: float = Field(1000.0, gt=0, allow_inf_nan=False)
-    fast_memory_gb: float = Field(float("inf"), ge=0)
-    stream_gb_per_s: float = Field(2.0, gt=0, allow_inf_nan=False)
-
-    def machine(self) -> Machine:
-        from nesa_node.sharding.operation_graph import Machine
-
-        return Machine(
-            flop_per_s=1e12 * self.tflops,
-            moved_bytes_per_s=1e9 * self.memory_gb_per_s,
-            link_bytes_per_s=1e6 * self.link_mbit_per_s / 8,
-            fast_memory_bytes=1e9 * self.fast_memory_gb,
-            stream_bytes_per_s=1e9 * self.stream_gb_per_s,
-        )
 
 
 def plan(
@@ -123,6 +92,9 @@ def plan(
         raise ConfigError(f"--seed {seed}: a whole number from 0")
     if svg is not None and svg.suffix.lower() != ".svg":
         raise ConfigError(f"--svg {svg}: the name must end in .svg")
+    from nesa_node.cli.partition_input import parse_machines, read_machines
+    from nesa_node.core.settings.declaration import default_cache_dir, user_path
+
     if machines is None:
         rates = {
             "tflops": tflops,
@@ -131,12 +103,9 @@ def plan(
             "fast_memory_gb": fast_memory_gb,
             "stream_gb_per_s": stream_gb_per_s,
         }
-        rows = _parse_rows([{"count": nodes, **rates}], "--nodes and the flags of machines")
+        every = parse_machines([{"count": nodes, **rates}], "--nodes and the flags of machines")
     else:
-        rows = _read_machines(user_path(machines))
-    every = [row.machine() for row in rows for _ in range(row.count)]
-    if len(every) > MAX_MACHINES:
-        raise ConfigError(f"{len(every)} machines: at most {MAX_MACHINES}")
+        every = read_machines(user_path(machines))
     import torch
 
     from nesa_node.cli.views import partition as views
@@ -159,25 +128,3 @@ def plan(
     if svg is not None:
         views.draw(found, svg)
     return 0
-
-
-def _read_machines(path: Path) -> list[MachineRow]:
-    try:
-        document = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--machines {path}: {error}") from error
-    if document.keys() != {"machine"} or not isinstance(document["machine"], list):
-        raise ConfigError(f"--machines {path}: expected tables [[machine]], and nothing else")
-    return _parse_rows(document["machine"], f"--machines {path}")
-
-
-def _parse_rows(tables: list[object], where: str) -> list[MachineRow]:
-    rows = []
-    for number, table in enumerate(tables, start=1):
-        try:
-            rows.append(MachineRow.model_validate(table))
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"])) or "it"
-            raise ConfigError(f"{where}: machine {number}: {key}: {first['msg']}") from error
-    return rows
