@@ -65,29 +65,36 @@ def search_orders(
     budget_s: float = 10.0,
     max_generations: int = 10_000,
     crossover: Crossover = "biased",
+    enough_s: float = 0.0,
     on_progress: Callable[[SearchProgress], None] | None = None,
 ) -> FoundOrder:
     """Search for at most `budget_s` seconds, then slice the best orders exactly.
 
-    The first candidates are the graph's own order, Kahn's and a depth-first one, so that the result
-    is never worse than these. The same seed and number of generations give the same result. Raises
-    `ConfigError` without pymoo, and `ValueError` for no machines.
+    The first candidates are Kahn's order, the graph's own and a depth-first one, so that the result
+    is never worse than these; one with a bottleneck of `enough_s` seconds ends the search. The same
+    seed and number of generations give the same result. Raises `ConfigError` without pymoo, and
+    `ValueError` for no machines.
     """
     search = _Search(graph, machines)
-    kahn = slice_order(graph, search.orders.breadth_first(), machines)
-    generations = search.run(seed, budget_s, max_generations, crossover, on_progress)
-    candidates = [
+    given = tuple(range(len(machines)))
+    known = [(slice_order(graph, order, machines), given) for order in search.known_orders]
+    kahn_s = known[0][0].bottleneck_s
+    if all(slicing.bottleneck_s > enough_s for slicing, _ in known):
+        search.run(seed, budget_s, max_generations, crossover, enough_s, on_progress)
+    found = [
         (slice_order(graph, order, [machines[each] for each in places]), places)
         for order, places in search.finalists()
     ]
-    candidates.append((kahn, tuple(range(len(machines)))))
-    slicing, places = min(candidates, key=lambda each: each[0].bottleneck_s)
-    return FoundOrder(slicing, places, kahn.bottleneck_s, generations)
+    slicing, places = min((*known, *found), key=lambda each: each[0].bottleneck_s)
+    return FoundOrder(slicing, places, kahn_s, search.generations)
 
 
 class _Search:
     def __init__(self, graph: OperationGraph, machines: Sequence[Machine]) -> None:
-        self.orders = OrderMaker(graph)
+        self._orders = OrderMaker(graph)
+        own = np.arange(len(graph))
+        self.known_orders = self._orders.breadth_first(), own, self._orders.depth_first()
+        self.generations = 0
         self._graph = graph
         self._machines = machines
         # Where all are alike, their order is no question.
@@ -101,9 +108,10 @@ class _Search:
         budget_s: float,
         max_generations: int,
         crossover: Crossover,
+        enough_s: float,
         on_progress: Callable[[SearchProgress], None] | None,
-    ) -> int:
-        """Evolve keys; returns the number of generations."""
+    ) -> None:
+        """Evolve keys."""
         began = time.monotonic()
         algorithm = _make_algorithm(self._first_keys(seed), crossover)
         from pymoo.core.problem import Problem
@@ -124,11 +132,11 @@ class _Search:
             now = self._best[0][0]
             stale = 0 if now < best else stale + 1
             best = now
+            self.generations += 1
             if on_progress is not None:
-                on_progress(SearchProgress(algorithm.n_gen, best, time.monotonic() - began))
-            if stale >= STALE_GENERATIONS:
+                on_progress(SearchProgress(self.generations, best, time.monotonic() - began))
+            if stale >= STALE_GENERATIONS or best <= enough_s:
                 break
-        return int(algorithm.n_gen or 0)
 
     def finalists(self) -> list[tuple[Ints, tuple[int, ...]]]:
         """The best different orders and machines' orders."""
@@ -139,15 +147,14 @@ class _Search:
         count = len(self._graph)
         generator = np.random.default_rng(seed)
         keys_PK = generator.random((ELITES + OFFSPRING + MUTANTS, count + self._machine_keys))
-        known = (np.arange(count), self.orders.breadth_first(), self.orders.depth_first())
-        for keys_K, order in zip(keys_PK, known, strict=False):
+        for keys_K, order in zip(keys_PK, self.known_orders, strict=False):
             keys_K[order] = np.arange(count) / count
             keys_K[count:] = np.arange(self._machine_keys) / max(1, self._machine_keys)
         return keys_PK
 
     def _cost(self, keys_K: Floats) -> float:
         count = len(self._graph)
-        order = self.orders.by_keys(keys_K[:count].tolist())
+        order = self._orders.by_keys(keys_K[:count].tolist())
         places = tuple(np.argsort(keys_K[count:], kind="stable").tolist())
         places = places or tuple(range(len(self._machines)))
         known = sha256(order.tobytes() + repr(places).encode()).digest()

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nesa_node.sharding.lower_bound import lower_bound_s
+import numpy as np
+
+from nesa_node.sharding.lower_bound import PRECISION, lower_bound_s
 from nesa_node.sharding.operation_graph import BlockCost, Machine, OperationGraph, block_cost
 from nesa_node.sharding.order_search import SearchProgress, search_orders
+from nesa_node.sharding.slicing import slice_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,20 @@ def find_partition(
     budget_s: float,
     on_progress: Callable[[SearchProgress], None] | None = None,
 ) -> GraphPartition:
-    """The best partition that a search of `budget_s` seconds finds: see `search_orders`."""
-    found = search_orders(graph, machines, seed=seed, budget_s=budget_s, on_progress=on_progress)
+    """The best partition that a search of at most `budget_s` seconds finds: see `search_orders`.
+
+    Where the bound shows that no other is better, the search ends.
+    """
+    own = slice_order(graph, np.arange(len(graph)), machines)
+    bound_s = lower_bound_s(graph, machines, own.bottleneck_s)
+    found = search_orders(
+        graph,
+        machines,
+        seed=seed,
+        budget_s=budget_s,
+        enough_s=bound_s * (1 + 2 * PRECISION),
+        on_progress=on_progress,
+    )
     pieces = tuple(
         Piece(place, block, block_cost(graph, block, machines[place]))
         for place, block in zip(found.machine_order, found.slicing.blocks(), strict=True)
@@ -59,7 +74,7 @@ def find_partition(
     return GraphPartition(
         pieces,
         bottleneck_s,
-        lower_bound_s(graph, machines, bottleneck_s),
+        bound_s,
         found.kahn_s,
         found.generations,
     )

@@ -107,6 +107,17 @@ def test_a_search_is_repeatable(crossover: str) -> None:
     assert max(costs) == pytest.approx(first.slicing.bottleneck_s)
 
 
+def test_a_search_ends_with_what_is_enough() -> None:
+    graph = random_graph(60, random.Random(1))
+    machines = [Machine(1, 1e9, 2)] * 4
+    best = search_orders(graph, machines, seed=5, budget_s=600, max_generations=9)
+    enough = 1.0001 * best.slicing.bottleneck_s
+    found = search_orders(graph, machines, seed=5, budget_s=600, enough_s=enough)
+    assert 0 < found.generations <= best.generations
+    assert found.slicing.bottleneck_s <= enough
+    assert not search_orders(graph, machines, seed=5, budget_s=600, enough_s=1e9).generations
+
+
 def test_a_search_ends_in_time() -> None:
     graph = random_graph(300, random.Random(2))
     found = search_orders(graph, [Machine(1, 1e9, 2)] * 4, seed=0, budget_s=0.01)

@@ -71,7 +71,7 @@ def plan(
     ] = "float32",
     seed: Annotated[int, Parameter(group=SEARCH_GROUP, help="Seed of the search.")] = 0,
     search_s: Annotated[
-        float, Parameter(group=SEARCH_GROUP, help="Seconds to search for a better order.")
+        float, Parameter(group=SEARCH_GROUP, help="Longest search for a better order, in seconds.")
     ] = 10.0,
     svg: Annotated[
         Path | None, Parameter(group=OUTPUT, help="Draw the pieces, too: a file that ends in .svg.")
@@ -120,7 +120,13 @@ def plan(
     with track_wait("the model's graph to be captured"):
         captured = capture_model(folder, name=model, dtype=getattr(torch, dtype), sizes=sizes)
     with track_wait(f"a search of {search_s:g} s"):
-        found = find_partition(captured.graph, every, seed=seed, budget_s=search_s)
+        found = find_partition(
+            captured.graph,
+            every,
+            seed=seed,
+            budget_s=search_s,
+            on_progress=views.show_progress,
+        )
     if as_json:
         views.print_json(captured.graph, found)
     else:

@@ -13,6 +13,7 @@ from rich.text import Text
 from nesa_node.cli.views.text_parts import make_console, make_plain_table
 from nesa_node.core.errors import ConfigError, is_installed
 from nesa_node.sharding.operation_graph import OperationGraph
+from nesa_node.sharding.order_search import SearchProgress
 from nesa_node.sharding.partition import GraphPartition, Piece
 
 _PARTS = ("receive_s", "work_s", "overflow_s", "send_s")
@@ -38,13 +39,22 @@ def print_partition(graph: OperationGraph, found: GraphPartition, out: TextIO) -
             f"{idle} machine{'s' if idle > 1 else ''} have no piece: passing values on would take "
             "longer than what is saved"
         )
-    console.print(
-        f"a request every {_ms(found.bottleneck_s)}; no partition does better than "
-        f"{_ms(found.bound_s)} (gap at most {found.gap:.1%})"
+    proof = (
+        "no partition does better"
+        if found.gap < 1e-3
+        else f"no partition does better than {_ms(found.bound_s)} (gap at most {found.gap:.1%})"
     )
+    console.print(f"a request every {_ms(found.bottleneck_s)}; {proof}")
     console.print(
         f"Kahn's order, cut best: {_ms(found.kahn_s)}; {found.generations} generations searched"
     )
+
+
+def show_progress(progress: SearchProgress) -> None:
+    """Keep one line on stderr, if that is a terminal."""
+    if sys.stderr.isatty():
+        line = f"generation {progress.generation}: {_ms(progress.bottleneck_s)}"
+        print(f"\r{line:<40}", end="", file=sys.stderr, flush=True)
 
 
 def _cells(
