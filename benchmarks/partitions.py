@@ -12,8 +12,11 @@ search of a minute finds, and memory.
 
 from __future__ import annotations
 
+import json
 import random
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -62,7 +65,7 @@ def run(options: Options) -> list[dict[str, Any]]:
             row = _plan(graph, count, mbit, options)
             rows.append({"model": name, "capture_s": capture_s, **row})
             print(name, count, mbit, round(row["biased_of_bound"], 3), flush=True)
-    rows += [_grow(count, options) for count in options.batches]
+    rows += [_grow_alone(count, options) for count in options.batches]
     show(rows)
     return rows
 
@@ -119,7 +122,17 @@ def _cut_equally(graph: OperationGraph, machines: Sequence[Machine]) -> float:
     )
 
 
+def _grow_alone(count: int, options: Options) -> dict[str, Any]:
+    """`_grow` in a process of its own, so that its peak of memory is its own."""
+    numbers = [str(each) for each in (count, options.runs, options.seed, options.seconds)]
+    argv = [sys.executable, "-m", "benchmarks.partitions", *numbers]
+    done = subprocess.run(argv, check=True, capture_output=True, text=True)
+    row: dict[str, Any] = json.loads(done.stdout)
+    return row
+
+
 def _grow(count: int, options: Options) -> dict[str, Any]:
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     graph = _made_up(count, random.Random(options.seed))
     machines = [Machine(1e12, 1e11, 1.25e9)] * GROWTH_MACHINES
     order = OrderMaker(graph).breadth_first()
@@ -140,7 +153,8 @@ def _grow(count: int, options: Options) -> dict[str, Any]:
         found = search_orders(graph, machines, seed=options.seed, budget_s=budget_s)
         row |= {"search_s": budget_s, "found_s": found.slicing.bottleneck_s}
         row["generations"] = found.generations
-    row["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    row |= {"peak_mb": peak_kb / 1024, "above_imports_mb": (peak_kb - before_kb) / 1024}
     return row
 
 
@@ -184,7 +198,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     )
     print_table(
         f"Made-up graphs, {GROWTH_MACHINES} machines",
-        "operations|one order, s|Kahn's order,\nms|after search,\nms|peak MB",
+        "operations|one order, s|Kahn's order,\nms|after search,\nms|peak MB|of these, above\nimports",
         [
             [
                 str(row["operations"]),
@@ -192,6 +206,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                 f"{1000 * row['kahn_s']:.3f}",
                 f"{1000 * row['found_s']:.3f}" if "found_s" in row else "-",
                 f"{row['peak_mb']:.0f}",
+                f"{row['above_imports_mb']:.0f}",
             ]
             for row in rows
             if "model" not in row
@@ -204,3 +219,9 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
     for kind in ("equal_work", "kahn", "arithmetic", "biased"):
         yield f"{row[f'{kind}_of_bound']:.3f}"
     yield f"{row['speedup']:.2f}"
+
+
+if __name__ == "__main__":
+    given = [float(each) for each in sys.argv[1:]]
+    made = Options(runs=int(given[1]), seed=int(given[2]), seconds=given[3])
+    print(json.dumps(_grow(int(given[0]), made)))
