@@ -198,7 +198,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     )
     print_table(
         f"Made-up graphs, {GROWTH_MACHINES} machines",
-        "operations|one order, s|Kahn's order,\nms|after search,\nms|peak MB|of these, above\nimports",
+        "operations|one order, s|Kahn's order,\nms|after search,\nms|peak MB|above\nimports",
         [
             [
                 str(row["operations"]),
