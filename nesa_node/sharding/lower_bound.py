@@ -4,8 +4,10 @@ Each partition with an acyclic quotient is a chain of nested sets of operations,
 contains what its operations use: a block is the difference of two. Of a graph in which few
 operations can run beside each other there are few such sets, and the best chain is found by
 comparing all. Of wider graphs some operations are left out of the comparison, those that can run
-beside most of the rest for their work: what remains is a partition of the rest, no block of which
-costs more, and the work that was left out must fit into what is left of all machines' time.
+beside most of the rest for their work and bytes, and are compared among themselves, and so on.
+Each block costs at least what its parts in all these groups do together, if each value counts in
+the group of its producer alone; so the best chains of all groups together must fit into all
+machines' time.
 
 N operations kept, V values, C closed sets, K machines.
 """
@@ -23,6 +25,8 @@ from nesa_node.sharding.operation_graph import Floats, Ints, Machine, OperationG
 
 MAX_SETS = 1500
 """Closed sets that are compared with each other."""
+MAX_GROUPS = 8
+"""Groups of operations: what is in none counts with its work."""
 PRECISION = 1e-4
 """By how much less than what was compared the bound may be, as a share of it."""
 _ROUNDING = 1e-9
@@ -39,13 +43,13 @@ def lower_bound_s(graph: OperationGraph, machines: Sequence[Machine], known_s: f
     work_N, speed = _relative_work(graph, machines)
     least = max(float(work_N.sum()) / speed, _of_single_operations(graph, machines, work_N))
     least = max(least, _of_parameters(graph, machines))
-    pairs = _compare_closed_sets(graph, machines, work_N, known_s)
+    groups = _compare_groups(graph, machines, work_N, known_s)
     low, high = min(least, known_s), known_s
-    if pairs.is_possible(low, machines):
+    if groups.are_possible(low, machines):
         return low
     while high - low > PRECISION * high:
         middle = (low + high) / 2
-        if pairs.is_possible(middle, machines):
+        if groups.are_possible(middle, machines):
             high = middle
         else:
             low = middle
@@ -89,37 +93,80 @@ class _Pairs:
     outer: Ints
     cost_s: Floats
     sets: int
-    left_out_s: float
-    """Work that is in no block."""
 
-    def is_possible(self, bottleneck_s: float, machines: Sequence[Machine]) -> bool:
-        """Whether blocks that cost no more than `bottleneck_s` leave time for all other work."""
+    def least_total_s(self, bottleneck_s: float, machines: int) -> float:
+        """Cost of all blocks of the chain that costs least, none above `bottleneck_s`."""
         fits = self.cost_s <= bottleneck_s * (1 + _ROUNDING)
         inner, outer, cost_s = self.inner[fits], self.outer[fits], self.cost_s[fits]
         total = np.full(self.sets, math.inf)
         total[0] = 0.0
-        for _ in machines:
+        for _ in range(machines):
             following = total.copy()
             np.minimum.at(following, outer, total[inner] + cost_s)
             if (following == total).all():
                 break
             total = following
+        return float(total[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Blocks of each group of operations."""
+
+    pairs: list[_Pairs]
+    left_out_s: float
+    """Work of operations in no group."""
+
+    def are_possible(self, bottleneck_s: float, machines: Sequence[Machine]) -> bool:
+        """Whether the least chains with blocks up to `bottleneck_s` fit into all machines' time."""
+        totals = (pairs.least_total_s(bottleneck_s, len(machines)) for pairs in self.pairs)
+        total_s = sum(totals, self.left_out_s)
         if len(set(machines)) > 1:
             # A slow machine's time is not what these costs are.
-            return bool(total[-1] < math.inf)
-        room_s = bottleneck_s * len(machines) * (1 + _ROUNDING)
-        return bool(total[-1] + self.left_out_s <= room_s)
+            return total_s < math.inf
+        return total_s <= bottleneck_s * len(machines) * (1 + _ROUNDING)
+
+
+def _compare_groups(
+    graph: OperationGraph, machines: Sequence[Machine], work_N: Floats, known_s: float
+) -> _Groups:
+    reaches = _reachable(graph)
+    left = np.arange(len(graph))
+    # What several groups use counts in one of them.
+    free = _Unclaimed(set(range(len(graph.values))), set(range(len(graph.parameter_bytes))))
+    pairs: list[_Pairs] = []
+    link = max(machine.link_bytes_per_s for machine in machines)
+    sizes = [sum(graph.values[each].size_bytes for each in made) for made in graph.outputs]
+    weight_N = work_N + np.array(sizes) / link
+    while len(left) and len(pairs) < MAX_GROUPS:
+        kept, sets = _choose_operations(reaches, weight_N, left)
+        pairs.append(_compare_closed_sets(graph, machines, work_N, known_s, kept, sets, free))
+        left = np.setdiff1d(left, kept)
+    return _Groups(pairs, float(work_N[left].sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Unclaimed:
+    """Values and parameters that are in no group yet."""
+
+    values: set[int]
+    parameters: set[int]
 
 
 def _compare_closed_sets(
-    graph: OperationGraph, machines: Sequence[Machine], work_N: Floats, known_s: float
+    graph: OperationGraph,
+    machines: Sequence[Machine],
+    work_N: Floats,
+    known_s: float,
+    kept: Ints,
+    sets: Sequence[int],
+    free: _Unclaimed,
 ) -> _Pairs:
-    kept, sets = _choose_operations(graph, work_N)
     member_CN = np.zeros((len(sets), len(kept)), dtype=bool)
     for row, each in enumerate(sets):
         bits = np.frombuffer(each.to_bytes(-(-len(kept) // 8), "little"), dtype=np.uint8)
         member_CN[row] = np.unpackbits(bits, bitorder="little")[: len(kept)]
-    inside = _Inside(graph, kept, member_CN)
+    inside = _Inside(graph, kept, member_CN, free)
     link = max(machine.link_bytes_per_s for machine in machines)
     room = max(machine.fast_memory_bytes for machine in machines)
     stream = max(machine.stream_bytes_per_s for machine in machines)
@@ -140,20 +187,24 @@ def _compare_closed_sets(
         np.concatenate(outer_parts),
         np.concatenate(cost_parts),
         len(sets),
-        float(work_N.sum() - work_N[kept].sum()),
     )
 
 
 class _Inside:
     """What of each value's and each parameter's uses lies in each closed set."""
 
-    def __init__(self, graph: OperationGraph, kept: Ints, member_CN: Bools) -> None:
+    def __init__(
+        self, graph: OperationGraph, kept: Ints, member_CN: Bools, free: _Unclaimed
+    ) -> None:
+        """What is counted here is taken from `free`."""
         place = {int(operation): index for index, operation in enumerate(kept)}
         sizes, made, users, is_output = [], [], [], []
-        for value in graph.values:
+        for index in sorted(free.values):
+            value = graph.values[index]
             consumers = [place[each] for each in value.consumers if each in place]
             is_kept = value.producer is None or value.producer in place
-            if is_kept and (consumers or value.is_output):
+            if is_kept and (consumers or (value.is_output and value.producer is not None)):
+                free.values.remove(index)
                 sizes.append(value.size_bytes)
                 made.append(None if value.producer is None else place[value.producer])
                 users.append(consumers)
@@ -169,12 +220,14 @@ class _Inside:
             self._users_CV[:, index] = member_CN[:, consumers].sum(axis=1)
         every_V = np.array([len(each) for each in users])
         self._leaves_CV = (self._users_CV < every_V) | np.array(is_output, dtype=bool)
-        held = sorted({each for one in kept for each in graph.operations[one].parameters})
+        used = {each for one in kept for each in graph.operations[one].parameters}
+        held = sorted(used & free.parameters)
+        free.parameters.difference_update(held)
         self._held_Q = np.array([graph.parameter_bytes[each] for each in held])
         self._held_CQ = np.zeros((rows, len(held)), dtype=np.int16)
         column = {parameter: index for index, parameter in enumerate(held)}
         for index, operation in enumerate(kept):
-            for parameter in graph.operations[operation].parameters:
+            for parameter in column.keys() & set(graph.operations[operation].parameters):
                 self._held_CQ[:, column[parameter]] += member_CN[:, index]
 
     def moved_bytes(self, outer: int, inner: Ints) -> Floats:
@@ -192,21 +245,22 @@ class _Inside:
         return held
 
 
-def _choose_operations(graph: OperationGraph, work_N: Floats) -> tuple[Ints, list[int]]:
-    """Operations that are compared, and their closed sets, at most `MAX_SETS`, smaller ones first.
+def _choose_operations(reaches: Bools, weight_N: Floats, left: Ints) -> tuple[Ints, list[int]]:
+    """Operations of `left` that are compared, and their closed sets, at most `MAX_SETS`, smaller
+    ones first.
 
-    Sets are bits of the operations' places among those that are compared.
+    Those come first that few of the rest can run beside, for their weight: seconds of work and of
+    sending what they make. Sets are bits of the operations' places among those that are compared.
     """
-    reaches = _reachable(graph)
-    beside_N = (~(reaches | reaches.T)).sum(axis=1)
-    share_N = work_N / (work_N.sum() or 1.0) + 1.0 / len(graph)
-    first = np.argsort(beside_N / share_N, kind="stable")
-    if len(first) > MAX_SETS:
-        heaviest = np.argsort(-work_N, kind="stable")[:MAX_SETS]
-        first = first[np.isin(first, heaviest)]
+    if len(left) > MAX_SETS:
+        left = left[np.argsort(-weight_N[left], kind="stable")[:MAX_SETS]]
+    among = reaches[np.ix_(left, left)]
+    beside = (~(among | among.T)).sum(axis=1)
+    share = weight_N[left] / (weight_N[left].sum() or 1.0) + 1.0 / len(left)
+    first = left[np.argsort(beside / share, kind="stable")]
     fewest, most, tried = 0, len(first) + 1, len(first)
     kept, sets = first[:0], [0]
-    while not fewest or most - fewest > max(1, len(graph) // 100):
+    while not fewest or most - fewest > max(1, len(left) // 100):
         chosen = np.sort(first[:tried])
         found = _closed_sets(reaches, chosen)
         if found is None:

@@ -85,3 +85,21 @@ def test_a_chain_of_layers_is_solved() -> None:
     machines = [Machine(1, 1, 0.5)] * 6
     best = slice_order(graph, np.arange(60), machines).bottleneck_s
     assert lower_bound_s(graph, machines, 3 * best) == pytest.approx(best, rel=1e-3)
+
+
+def test_two_towers_share_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are compared, each in a group of its own, and what both use counts once."""
+    monkeypatch.setattr(lower_bound, "MAX_SETS", 20)
+    operations = tuple(Operation(f"op_{index}", "k", 10, 0) for index in range(20))
+    values = [Value(50, None, (0, 10))]
+    for start in (0, 10):
+        chain = range(start, start + 9)
+        values += [Value(8, index, (index + 1,)) for index in chain]
+        values.append(Value(1, start + 9, (), is_output=True))
+    graph = OperationGraph(operations, tuple(values))
+    machines = [Machine(1, 1, 1)] * 3
+    orders = [list(range(20)), np.arange(20).reshape(2, 10).T.flatten().tolist()]
+    best = min(slice_order(graph, np.array(order), machines).bottleneck_s for order in orders)
+    bound = lower_bound_s(graph, machines, 2 * best)
+    assert 0.8 * best < bound <= best * (1 + 1e-6)
+    assert bound > (20 * 10 + 50) / 3
