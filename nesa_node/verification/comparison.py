@@ -39,6 +39,11 @@ CLEAR_QUANTILE_FACTORS = (1.2, 1.35, 1.5)
 """How much more than an auditor's own computations differ by an error must be, of a token and of
 means, or a quantile: those of two honest computations of a text are within a tenth to a fourth."""
 
+ORDINARY_OF_ALLOWED = 2.0
+"""How many times the allowed errors an auditor's own computations may differ by before what is
+clear grows with them: of texts that loop, where all errors are large and alike, honest machines
+differ by half as much again."""
+
 PERTURBATIONS = 4
 """Computations of perturbed inputs that an auditor makes: where tokens repeat, their errors are
 alike, and quantiles scatter as single tokens do."""
@@ -181,7 +186,9 @@ class Comparison:
         `own` compares these with the one of this; `sent` does so as the codec would have made them.
         """
         is_wrong = all(each.outcome == "failed" for each in (self, *others))
-        is_clear = self.of_clear(own) > _rounding_margin(dtype) and self.of_clear(sent) > 1
+        beyond = max((each.of_allowed or 0.0 for each in own), default=0.0) / ORDINARY_OF_ALLOWED
+        margin = _rounding_margin(dtype) * max(1.0, beyond)
+        is_clear = self.of_clear(own) > margin and self.of_clear(sent) > 1
         return is_wrong and is_clear
 
     def is_excusable(self, dtype: torch.dtype) -> bool:

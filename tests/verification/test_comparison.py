@@ -134,6 +134,17 @@ def test_an_error_is_confirmed_by_all_computations() -> None:
     assert not is_confirmed(wrong, expected, [large, small], ALLOWED, RELATIVE)
 
 
+@pytest.mark.parametrize(("own", "wrong", "confirmed"), [(0.02, -0.04, True), (0.06, -0.1, False)])
+def test_where_all_errors_are_large_a_clear_one_is_larger(
+    own: float, wrong: float, confirmed: bool
+) -> None:
+    """An honest node of a looping answer, 4.1 x beyond its bounds, was barred for such an error."""
+    expected_TD = torch.randn((64, 8), generator=torch.Generator().manual_seed(0))
+    rows = [[shifted(expected_TD, [each] * 64).bfloat16()] for each in (wrong, 0.0, own)]
+    given, expected, further = rows
+    assert is_confirmed(given, expected, [further], ALLOWED, RELATIVE) == confirmed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_values_are_perturbed_by_what_rounding_loses(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
