@@ -373,12 +373,12 @@ class Auditor(SessionAuditor):
         excused = sum(map(len, rows)) - sum(map(len, given))
         if found.outcome != "failed":
             return found, excused
+        as_sent = partial(_pass_through_codec, codec=work.codec)
         again: list[Sequence[torch.Tensor]] = []
         # From weights that are read anew.
         for outputs in recompute_otherwise(self._checkpoint, work, adapter):
             again.append(outputs)
             given, expected, *further = once.judged(rows, once.outputs, *again)
-            as_sent = partial(_pass_through_codec, codec=work.codec)
             if not is_confirmed(given, expected, further, allowed, measure, as_sent=as_sent):
                 if not found.is_excusable(rows[0].dtype):
                     raise NotAuditedError(

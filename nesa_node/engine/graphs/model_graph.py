@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nesa_node.core.errors import (
     ConfigError,
@@ -19,7 +19,7 @@ from nesa_node.core.errors import (
     UnsupportedModelError,
     is_installed,
 )
-from nesa_node.engine.weights.families import check_counts, read_raw_config
+from nesa_node.engine.weights.families import check_counts, parse_config, read_raw_config
 from nesa_node.sharding.capture import CapturedModel, capture
 
 
@@ -48,10 +48,10 @@ def capture_model(
     with torch.device("meta"):
         if "_class_name" in raw:
             model = _make_diffusion_model(raw, name).to(dtype)
-            return capture(model, (), diffusion_inputs(model, sizes, dtype))
+            return capture(model, (), _diffusion_inputs(model, sizes, dtype))
         transformer = _make_transformers_model(folder, raw, name)
         transformer.to(dtype)  # type: ignore[arg-type]
-        return capture(transformer, (), example_inputs(transformer, sizes, dtype))
+        return capture(transformer, (), _example_inputs(transformer, sizes, dtype))
 
 
 def _read_any_config(folder: Path, name: str) -> Mapping[str, Any]:
@@ -67,7 +67,9 @@ def _read_any_config(folder: Path, name: str) -> Mapping[str, Any]:
 
 
 def _make_transformers_model(folder: Path, raw: Mapping[str, Any], name: str) -> PreTrainedModel:
-    config = _read_task_config(folder, raw, name=name)
+    if "model_type" not in raw:
+        raise UnsupportedModelError(f"{name}: {folder / 'config.json'} has no model_type")
+    config = parse_config(folder)
     model_class = _find_class(config, name)
     try:
         return model_class(config)
@@ -75,21 +77,6 @@ def _make_transformers_model(folder: Path, raw: Mapping[str, Any], name: str) ->
         raise CorruptCheckpointError(
             f"{folder / 'config.json'}: {model_class.__name__} cannot be made of it ({error})"
         ) from error
-
-
-def _read_task_config(folder: Path, raw: Mapping[str, Any], *, name: str) -> PreTrainedConfig:
-    if "model_type" not in raw:
-        raise UnsupportedModelError(f"{name}: {folder / 'config.json'} has no model_type")
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        # transformers validates configs with exceptions of many types, some its own.
-        raise CorruptCheckpointError(f"{folder / 'config.json'}: {error}") from error
-    if not isinstance(config, PreTrainedConfig):
-        raise CorruptCheckpointError(f"{folder / 'config.json'} is no model config")
-    config._attn_implementation = None
-    config._experts_implementation = None
-    return config
 
 
 def _find_class(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
@@ -104,7 +91,9 @@ def _find_class(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
     )
 
 
-def example_inputs(model: PreTrainedModel, sizes: InputSizes, dtype: torch.dtype) -> dict[str, Any]:
+def _example_inputs(
+    model: PreTrainedModel, sizes: InputSizes, dtype: torch.dtype
+) -> dict[str, Any]:
     """Inputs of the shapes that a model of transformers takes, on the default device."""
     config = model.config
     accepted = signature(model.forward).parameters
@@ -164,7 +153,7 @@ def _make_diffusion_model(raw: Mapping[str, Any], name: str) -> nn.Module:
     return model
 
 
-def diffusion_inputs(model: Any, sizes: InputSizes, dtype: torch.dtype) -> dict[str, Any]:
+def _diffusion_inputs(model: Any, sizes: InputSizes, dtype: torch.dtype) -> dict[str, Any]:
     """Inputs of the shapes that a model of diffusers takes: one step of denoising, or an image."""
     config = model.config
     size = sizes.image_size or config.get("sample_size") or 64

@@ -249,12 +249,21 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
         )
     family = get_family(raw.get("model_type"), name=name)
     check_counts(raw, folder / "config.json")
+    config = parse_config(folder)
+    require_servable(family, config, name=name)
+    return config
+
+
+def parse_config(folder: Path) -> PreTrainedConfig:
+    """The config of any model of transformers, which runs no code of the checkpoint's.
+
+    Raises `CorruptCheckpointError`.
+    """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         # transformers validates configs with exceptions of many types, some its own.
         raise CorruptCheckpointError(f"{folder / 'config.json'}: {error}") from error
-    require_servable(family, config, name=name)
     if not isinstance(config, PreTrainedConfig):
         raise CorruptCheckpointError(f"{folder / 'config.json'} is no model config")
     # With the package `kernels` installed, a hub name here would download and run machine code.
