@@ -18,8 +18,10 @@ ROOT = Path(__file__).parents[2]
 LOADERS = frozenset({"from_pretrained", "from_config", "pipeline"})
 RUNS_NO_CODE = frozenset(
     {"AutoDistributedModelForCausalLM", "GenerationConfig", "PeftConfig", "PeftModel"}
+    | {"diffusion_class"}
 )
-"""The first is ours, the second reads numbers, and PEFT's read a config and weights."""
+"""The first is ours, the second reads numbers, PEFT's read a config and weights, and a class of
+diffusers reads the numbers of the config it is given."""
 
 
 def loading_calls() -> Iterator[tuple[str, ast.Call]]:

@@ -141,9 +141,9 @@ def _make_diffusion_model(raw: Mapping[str, Any], name: str) -> nn.Module:
     found = getattr(diffusers, str(raw["_class_name"]), None)
     if not (isinstance(found, type) and issubclass(found, diffusers.ModelMixin)):
         raise UnsupportedModelError(f"{name}: diffusers has no model {raw['_class_name']}")
-    model_class: Any = found
+    diffusion_class: Any = found
     try:
-        model = model_class.from_config(dict(raw))
+        model = diffusion_class.from_config(dict(raw))
     except Exception as error:
         # diffusers checks configs with exceptions of many types.
         raise CorruptCheckpointError(

@@ -122,11 +122,14 @@ def test_configs_that_name_no_model(
         _capture(tmp_path)
 
 
-def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    raw = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}, "architectures": ["Own"]}
+@pytest.mark.parametrize(
+    "kind", [{"model_type": "own", "architectures": ["Own"]}, {"_class_name": "Own"}]
+)
+def test_code_in_a_checkpoint_is_not_run(kind: dict[str, Any], tmp_path: Path) -> None:
+    raw = {**kind, "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Own"}}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(CorruptCheckpointError):
+    with pytest.raises((CorruptCheckpointError, UnsupportedModelError)):
         _capture(tmp_path)
     assert not (tmp_path / "ran").exists()
 
