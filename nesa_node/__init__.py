@@ -1,6 +1,7 @@
-"""A swarm of machines that serves one language model: each holds a span of its blocks.
+"""A swarm of machines that serves one model: each holds a span of its blocks.
 
     from nesa_node import AutoDistributedModelForCausalLM
+    from nesa_node import SwarmPipeline  # networks that are no language models
 
 Exports are loaded on first use, so that `import nesa_node` costs no torch.
 """
@@ -9,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nesa_node.client.graphs.remote_network import RemoteNetwork as RemoteNetwork
+    from nesa_node.client.graphs.swarm_pipeline import SwarmPipeline as SwarmPipeline
     from nesa_node.client.model.auto import (
         AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM,
     )
@@ -26,6 +29,8 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "AutoDistributedModelForCausalLM": "nesa_node.client.model.auto",
+    "RemoteNetwork": "nesa_node.client.graphs.remote_network",
+    "SwarmPipeline": "nesa_node.client.graphs.swarm_pipeline",
     **dict.fromkeys(
         ("create_swarm", "list_swarms", "remove_swarm", "scale_swarm", "show_swarm"),
         "nesa_node.server.pool.requests",
@@ -38,6 +43,8 @@ _EXPORTS = {
 
 __all__ = [
     "AutoDistributedModelForCausalLM",
+    "RemoteNetwork",
+    "SwarmPipeline",
     "__version__",
     "create_swarm",
     "fetch_adapter",

@@ -28,7 +28,7 @@ from nesa_node.cli.commands.eval import evaluate
 from nesa_node.cli.commands.finetune import finetune
 from nesa_node.cli.commands.generate import chat, generate
 from nesa_node.cli.commands.keys import keys
-from nesa_node.cli.commands.plan import plan
+from nesa_node.cli.commands.networks import plan, task
 from nesa_node.cli.commands.simulate import simulate
 from nesa_node.cli.commands.status import explain, status
 from nesa_node.cli.commands.swarm import swarm
@@ -198,7 +198,7 @@ app = App(
 )
 for _command in (
     *(run, bootstrap, orchestrate, api, generate, chat, status, dashboard),
-    *(explain, simulate, plan, identity, doctor, demo, evaluate, finetune, verify),
+    *(explain, simulate, plan, task, identity, doctor, demo, evaluate, finetune, verify),
 ):
     # By its path: then the parser evaluates the flags of the command that is used, not of all.
     _path = f"{_command.__module__}:{_command.__name__}"

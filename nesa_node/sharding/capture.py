@@ -10,17 +10,25 @@ Source: section 2.5 of the Nesa paper.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
 from nesa_node.core.errors import UnsupportedFeatureError
+from nesa_node.core.logging import get_logger
+from nesa_node.sharding.open_sizes import OpenSizes, Sizes, as_expression
 from nesa_node.sharding.operation_graph import Operation, OperationGraph, Value
+
+log = get_logger(__name__)
 
 _PASSED_ON = frozenset(
     ("alias", "clone", "contiguous", "detach", "dropout", "flatten", "reshape", "to", "type_as")
@@ -30,33 +38,89 @@ _PASSED_ON = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class CapturedModel:
-    """A module's graph, and which nodes of the exported program each operation is."""
+    """A module's graph, and which nodes of the exported program it is made of."""
 
     graph: OperationGraph
     nodes: tuple[tuple[str, ...], ...]
     """Names of `program`'s nodes, for each operation, in the order in which they run."""
+    values: tuple[str, ...]
+    """The name of the node that is each of `graph.values`."""
+    sizes: OpenSizes
+    example_sizes: Sizes
+    """Those that the costs are for."""
     program: torch.export.ExportedProgram
+    digest: bytes
+    """SHA-256 of the operations, their arguments and the shapes of all tensors."""
 
 
 def capture(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> CapturedModel:
-    """Trace `module`, in evaluation and without gradients, for inputs of these shapes and dtypes.
+    """Trace `module`, in evaluation and without gradients; costs are for these inputs.
 
-    The module and its inputs may be on the meta device, where they take no memory. Raises
-    `UnsupportedFeatureError`, with torch's reason, for a module whose course depends on its values.
+    Sizes of inputs stay open where the module allows it: all, or the batch alone, their first
+    dimension. The module and its inputs may be on the meta device, where they take no memory.
+    Raises `UnsupportedFeatureError`, with torch's reason, for a module whose course depends on its
+    values.
     """
     module.eval()
+    inputs = args, dict(kwargs or {})
+    for open_dims in (None, 1):
+        try:
+            return _Capture(_export(module, _with_batch(inputs), open_dims), inputs).finish()
+        except Exception as error:  # as below
+            log.debug("sizes_not_open", dims=open_dims, reason=_first_line(error))
     try:
-        with torch.no_grad():
-            program = torch.export.export(module, args, dict(kwargs or {}), strict=False)
+        program = _export(module, inputs, 0)
     except Exception as error:  # torch raises what its tracers and the module itself raise
         raise UnsupportedFeatureError(
             f"{type(module).__name__} cannot be captured as a graph: {_first_line(error)}. A graph "
             "has one course for all values: turn off options that choose by them (caches, early "
             "exits, dropping of layers), or give inputs of another shape"
         ) from error
-    return _Capture(program).finish()
+    return _Capture(program, inputs).finish()
+
+
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _export(
+    module: torch.nn.Module, inputs: _Inputs, open_dims: int | None
+) -> torch.export.ExportedProgram:
+    """Trace `module` with the first `open_dims` dimensions of its inputs open; None: all."""
+    args, kwargs = inputs
+
+    def open_sizes(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        return dict.fromkeys(range(value.ndim)[:open_dims], torch.export.Dim.AUTO)
+
+    names = list(signature(module.forward).parameters)
+    by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+    spec = pytree.tree_map(open_sizes, by_name if kwargs else args) if open_dims != 0 else None
+    with torch.no_grad(), warnings.catch_warnings():
+        # Of torch about itself, and of models about being traced.
+        warnings.simplefilter("ignore")
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=spec, strict=False)
+        if any(_is_mutating(node) for node in program.graph.nodes):
+            program = program.run_decompositions({})
+    return program
+
+
+def _with_batch(inputs: _Inputs) -> _Inputs:
+    """`inputs` with at least two items in a batch: torch takes a size of one for a constant."""
+
+    def double(value: Any) -> Any:
+        is_single = isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == 1
+        return torch.cat([value, value]) if is_single else value
+
+    doubled: _Inputs = pytree.tree_map(double, inputs)
+    return doubled
+
+
+def _is_mutating(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 def _first_line(error: Exception) -> str:
@@ -77,7 +141,8 @@ class _Making:
 
 
 class _Capture:
-    def __init__(self, program: torch.export.ExportedProgram) -> None:
+    def __init__(self, program: torch.export.ExportedProgram, inputs: _Inputs) -> None:
+        """Costs are those of `inputs`. Raises `UnsupportedFeatureError` where they do not fit."""
         self._program = program
         self._parameter_bytes: list[float] = []
         self._constants: dict[Node, tuple[int, ...]] = {}
@@ -85,11 +150,15 @@ class _Capture:
         self._made_by: dict[Node, _Making | None] = {}
         """By which operation a value is made, None for inputs."""
         self._operations: list[_Making] = []
+        self._read_placeholders()
+        self._open = OpenSizes(list(self._made_by))
+        tensors = [each for each in pytree.tree_leaves(inputs) if isinstance(each, torch.Tensor)]
+        self._sizes = self._open.bind([each.shape for each in tensors])
 
     def finish(self) -> CapturedModel:
-        self._read_placeholders()
+        needed = self._find_needed()
         for node in self._program.graph.nodes:
-            if node.op == "call_function":
+            if node.op == "call_function" and node in needed:
                 self._add(node)
         places = {id(each): index for index, each in enumerate(self._operations)}
         results = self._results()
@@ -97,7 +166,7 @@ class _Capture:
         for index, making in enumerate(self._operations):
             for each in dict.fromkeys(making.inputs):
                 consumers.setdefault(each, []).append(index)
-        values = []
+        values, names = [], []
         for node, maker in self._made_by.items():
             if maker is not None and node not in maker.outputs:
                 continue
@@ -105,7 +174,8 @@ class _Capture:
                 continue
             producer = None if maker is None else places[id(maker)]
             used = tuple(consumers.get(node, ()))
-            values.append(Value(_size_bytes(node), producer, used, node in results))
+            values.append(Value(self._size_bytes(node), producer, used, node in results))
+            names.append(node.name)
         operations = tuple(
             Operation(
                 each.nodes[0].name,
@@ -118,7 +188,10 @@ class _Capture:
         )
         nodes = tuple(tuple(node.name for node in each.nodes) for each in self._operations)
         graph = OperationGraph(operations, tuple(values), tuple(self._parameter_bytes))
-        return CapturedModel(graph, nodes, self._program)
+        digest = _compute_digest(node for node in self._program.graph.nodes if node in needed)
+        return CapturedModel(
+            graph, nodes, tuple(names), self._open, self._sizes, self._program, digest
+        )
 
     def _read_placeholders(self) -> None:
         signature = self._program.graph_signature
@@ -138,14 +211,29 @@ class _Capture:
             key = id(self._program.state_dict[name]) if name else node.name
             if key not in indices:
                 indices[key] = len(self._parameter_bytes)
-                self._parameter_bytes.append(_size_bytes(node))
+                self._parameter_bytes.append(float(_nbytes(node.meta["val"])))
             self._constants[node] = (indices[key],)
+
+    def _find_needed(self) -> set[Node]:
+        """The nodes that the results depend on; sizes are not computed from tensors."""
+        (output,) = self._program.graph.find_nodes(op="output")
+        needed: set[Node] = set()
+        waiting = [*output.all_input_nodes, *self._made_by, *self._constants]
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting += () if is_size(node) else node.all_input_nodes
+        return needed
 
     def _results(self) -> set[Node]:
         (output,) = self._program.graph.find_nodes(op="output")
         return {each for each in output.all_input_nodes if each in self._made_by}
 
     def _add(self, node: Node) -> None:
+        if is_size(node):
+            self._constants[node] = ()
+            return
         used = list(dict.fromkeys(node.all_input_nodes))
         inputs = [each for each in used if each not in self._constants]
         constants = {index for each in used for index in self._constants.get(each, ())}
@@ -155,7 +243,11 @@ class _Capture:
         if self._extend(node, inputs, constants):
             return
         making = _Making(
-            [node], inputs, _count_flop(node), _moved_bytes(node, used), tuple(sorted(constants))
+            [node],
+            inputs,
+            self._count_flop(node),
+            self._moved_bytes(node, used),
+            tuple(sorted(constants)),
         )
         making.outputs.append(node)
         self._operations.append(making)
@@ -178,6 +270,70 @@ class _Capture:
         self._made_by[node] = maker
         return True
 
+    def _concrete(self, value: Any) -> Any:
+        """`value` of a node's meta, with all sizes as numbers."""
+
+        def fix(each: Any) -> Any:
+            if isinstance(each, torch.Tensor):
+                shape = self._open.evaluate_all(tuple(map(as_expression, each.shape)), self._sizes)
+                return torch.empty(shape, dtype=each.dtype, device="meta")
+            if isinstance(each, torch.SymInt):
+                return self._open.evaluate(as_expression(each), self._sizes)
+            return each
+
+        return pytree.tree_map(fix, value)
+
+    def _size_bytes(self, node: Node) -> float:
+        return float(_nbytes(self._concrete(node.meta.get("val"))))
+
+    def _moved_bytes(self, node: Node, used: Sequence[Node]) -> float:
+        if _is_view(node):
+            return 0.0
+        return sum(map(self._size_bytes, used)) + self._size_bytes(node)
+
+    def _count_flop(self, node: Node) -> float:
+        """Additions and multiplications."""
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            return 0.0
+
+        def fix(each: Any) -> Any:
+            return self._concrete(each.meta["val"]) if isinstance(each, Node) else each
+
+        args: list[Any] = [fix(each) for each in node.args]
+        result: Any = self._concrete(node.meta["val"])
+        name = target.overloadpacket.__name__
+        if name in ("linear", "matmul"):
+            return 2.0 * float(math.prod(result.shape) * args[0].shape[-1])
+        if name in ("conv1d", "conv2d", "conv3d"):
+            return float(conv_flop_count(args[0].shape, args[1].shape, result.shape))
+        if name == "scaled_dot_product_attention":
+            count = sdpa_flop_count(  # type: ignore[no-untyped-call]
+                *(each.shape for each in args[:3])
+            )
+            return float(count)
+        formula = flop_registry.get(target.overloadpacket)
+        return float(formula(*args, **node.kwargs, out_val=result)) if formula else 0.0
+
+
+def is_size(node: Node) -> bool:
+    """Whether a node is a number that follows of the inputs' sizes, not a tensor."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+
+
+def _compute_digest(nodes: Iterable[Node]) -> bytes:
+    made = hashlib.sha256()
+    for node in nodes:
+        value = node.meta.get("val")
+        tensors = [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+        shown = [(str(each.dtype), [str(size) for size in each.shape]) for each in tensors]
+        device = pytree.tree_map(
+            lambda each: None if isinstance(each, torch.device) else each, (node.args, node.kwargs)
+        )
+        made.update(f"{node.op} {node.name} {node.target} {device} {shown}\n".encode())
+    return made.digest()
+
 
 def _is_view(node: Node) -> bool:
     target = node.target
@@ -186,36 +342,7 @@ def _is_view(node: Node) -> bool:
     return bool(target.is_view) or target.overloadpacket.__name__ in _PASSED_ON
 
 
-def _tensors(node: Node) -> Iterable[torch.Tensor]:
-    value = node.meta.get("val")
-    each = value if isinstance(value, tuple | list) else (value,)
-    return [tensor for tensor in each if isinstance(tensor, torch.Tensor)]
-
-
-def _size_bytes(node: Node) -> float:
-    return float(sum(each.numel() * each.element_size() for each in _tensors(node)))
-
-
-def _moved_bytes(node: Node, used: Sequence[Node]) -> float:
-    if _is_view(node):
-        return 0.0
-    return sum(map(_size_bytes, used)) + _size_bytes(node)
-
-
-def _count_flop(node: Node) -> float:
-    """Additions and multiplications."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return 0.0
-    args: list[Any] = [each.meta["val"] if isinstance(each, Node) else each for each in node.args]
-    result: Any = node.meta["val"]
-    name = target.overloadpacket.__name__
-    if name in ("linear", "matmul"):
-        return 2.0 * float(math.prod(result.shape) * args[0].shape[-1])
-    if name in ("conv1d", "conv2d", "conv3d"):
-        return float(conv_flop_count(args[0].shape, args[1].shape, result.shape))
-    if name == "scaled_dot_product_attention":
-        count = sdpa_flop_count(*(each.shape for each in args[:3]))  # type: ignore[no-untyped-call]
-        return float(count)
-    formula = flop_registry.get(target.overloadpacket)
-    return float(formula(*args, **node.kwargs, out_val=result)) if formula else 0.0
+def _nbytes(value: Any) -> int:
+    """Of all tensors in a node's `value`, whose sizes are numbers."""
+    tensors = [each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)]
+    return sum(each.numel() * each.element_size() for each in tensors)

@@ -11,7 +11,8 @@ from typing import TextIO
 from rich.text import Text
 
 from nesa_node.cli.views.text_parts import make_console, make_plain_table
-from nesa_node.core.errors import ConfigError, is_installed
+from nesa_node.core.errors import ConfigError, OutputError, is_installed
+from nesa_node.sharding.graph_plan import GraphPlan, encode_plan
 from nesa_node.sharding.operation_graph import OperationGraph
 from nesa_node.sharding.order_search import SearchProgress
 from nesa_node.sharding.partition import GraphPartition, Piece
@@ -136,3 +137,11 @@ def draw(found: GraphPartition, path: Path) -> None:
         figure.savefig(path)
     except OSError as error:
         raise ConfigError(f"--svg {path}: {error}") from error
+
+
+def write_plan(plan: GraphPlan, path: Path) -> None:
+    """Write a plan as nodes read it. Raises `OutputError`."""
+    try:
+        path.write_bytes(encode_plan(plan))
+    except OSError as error:
+        raise OutputError(f"--out {path} cannot be written: {error.strerror}") from error

@@ -426,6 +426,12 @@ class PoolClientConfig(SharedConfig):
     log_level: LogLevel = _log_level("warning")
 
 
+class TaskConfig(SharedConfig):
+    """Settings of `task`, which uses a network that nodes serve in pieces."""
+
+    log_level: LogLevel = _log_level("warning")
+
+
 class OrchestratorConfig(PeerConfig):
     """Settings of an orchestrator, which plans the placement of a model's blocks."""
 
@@ -530,6 +536,24 @@ class NodeConfig(OrchestratorConfig):
         None,
         "Model and device",
         "Begin with these blocks; unlike with --block-indices the node may move later.",
+    )
+    pieces: PositiveInt | None = setting(
+        None,
+        "Model and device",
+        "Serve any network, and not only language models, cut into so many pieces; a block is then "
+        "a piece.",
+        default_text="8 for other networks, if no node of the swarm has a plan",
+    )
+    plan: FilePath | None = setting(
+        None,
+        "Model and device",
+        "Serve the pieces of this plan (`nesa-node plan --out FILE`).",
+    )
+    image_size: PositiveInt | None = setting(
+        None,
+        "Model and device",
+        "With pieces: pixels of an image's sides, for networks that take images of one size.",
+        default_text="what the model's config says, or 224",
     )
     attn_cache_tokens: PositiveInt | None = setting(
         None, "Limits", "Capacity of the KV cache in tokens."

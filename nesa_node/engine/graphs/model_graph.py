@@ -1,4 +1,4 @@
-"""The graph of a model of transformers or diffusers, of its config alone: no weights are read."""
+"""Models of transformers and diffusers of their config alone, their inputs and their graphs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
 
 from nesa_node.core.errors import (
     ConfigError,
@@ -20,11 +21,12 @@ from nesa_node.core.errors import (
     is_installed,
 )
 from nesa_node.engine.weights.families import check_counts, parse_config, read_raw_config
+from nesa_node.engine.weights.skeleton import initializer_lock
 from nesa_node.sharding.capture import CapturedModel, capture
 
 
 @dataclass(frozen=True, slots=True)
-class InputSizes:
+class RequestSizes:
     """How large a request is."""
 
     batch: int = 1
@@ -35,23 +37,42 @@ class InputSizes:
 
 
 def capture_model(
-    folder: Path, *, name: str, dtype: torch.dtype, sizes: InputSizes
+    folder: Path,
+    *,
+    name: str,
+    dtype: torch.dtype,
+    sizes: RequestSizes,
+    without_memory: bool = True,
 ) -> CapturedModel:
-    """The graph of one forward pass of the model in `folder`, by its `config.json`.
+    """The graph of one forward pass of the model in `folder`; no weights are read.
 
-    Of transformers the first of its `architectures` is captured, of diffusers its `_class_name`.
-    Code in a checkpoint is never run. Raises `ModelNotFoundError`, `CorruptCheckpointError`,
-    `UnsupportedModelError` for what neither library has a class for, `ConfigError` without
-    diffusers, and `UnsupportedFeatureError` where the model's course depends on values.
+    On the meta device, which a model larger than this machine needs, or without `without_memory`
+    as nodes capture it: there the graph may differ in its smallest operations.
+
+    Raises as `make_model` does, and `UnsupportedFeatureError` where the model's course depends on
+    values.
+    """
+    with torch.device("meta" if without_memory else "cpu"):
+        model = make_model(folder, name=name, dtype=dtype)
+        return capture(model, (), example_inputs(model, sizes))
+
+
+def make_model(folder: Path, *, name: str, dtype: torch.dtype) -> nn.Module:
+    """The model of the `config.json` in `folder`, with weights of any values, in evaluation.
+
+    Of transformers it is the first of its `architectures`, of diffusers its `_class_name`. Its
+    weights are never written to, so that on the CPU they take addresses, but no memory. Code in a
+    checkpoint is never run. Raises `ModelNotFoundError`, `CorruptCheckpointError`,
+    `UnsupportedModelError` for what neither library has a class for, and `ConfigError` without
+    diffusers.
     """
     raw = _read_any_config(folder, name)
-    with torch.device("meta"):
+    with initializer_lock, init.no_init_weights():
         if "_class_name" in raw:
-            model = _make_diffusion_model(raw, name).to(dtype)
-            return capture(model, (), _diffusion_inputs(model, sizes, dtype))
-        transformer = _make_transformers_model(folder, raw, name)
-        transformer.to(dtype)  # type: ignore[arg-type]
-        return capture(transformer, (), _example_inputs(transformer, sizes, dtype))
+            model = _make_diffusion_model(raw, name, dtype)
+        else:
+            model = _make_transformers_model(folder, raw, name, dtype)
+    return model.eval().requires_grad_(False)
 
 
 def _read_any_config(folder: Path, name: str) -> Mapping[str, Any]:
@@ -66,13 +87,17 @@ def _read_any_config(folder: Path, name: str) -> Mapping[str, Any]:
     return raw
 
 
-def _make_transformers_model(folder: Path, raw: Mapping[str, Any], name: str) -> PreTrainedModel:
+def _make_transformers_model(
+    folder: Path, raw: Mapping[str, Any], name: str, dtype: torch.dtype
+) -> nn.Module:
     if "model_type" not in raw:
         raise UnsupportedModelError(f"{name}: {folder / 'config.json'} has no model_type")
     config = parse_config(folder)
-    model_class = _find_class(config, name)
+    model_class: Any = _find_class(config, name)
     try:
-        return model_class(config)
+        model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
+        model.tie_weights()  # which is a part of the initialization that is left out
+        return model
     except (TypeError, ValueError, KeyError, AttributeError, ImportError, RuntimeError) as error:
         raise CorruptCheckpointError(
             f"{folder / 'config.json'}: {model_class.__name__} cannot be made of it ({error})"
@@ -91,11 +116,18 @@ def _find_class(config: PreTrainedConfig, name: str) -> type[PreTrainedModel]:
     )
 
 
-def _example_inputs(
-    model: PreTrainedModel, sizes: InputSizes, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Inputs of the shapes that a model of transformers takes, on the default device."""
-    config = model.config
+def example_inputs(model: nn.Module, sizes: RequestSizes) -> dict[str, Any]:
+    """Zeros of the shapes that a model takes, on the default device.
+
+    Raises `UnsupportedModelError` for a model of inputs that are not known here.
+    """
+    if isinstance(model, PreTrainedModel):
+        return _transformers_inputs(model, sizes)
+    return _diffusion_inputs(model, sizes)
+
+
+def _transformers_inputs(model: PreTrainedModel, sizes: RequestSizes) -> dict[str, Any]:
+    config, dtype = model.config, model.dtype
     accepted = signature(model.forward).parameters
     text = getattr(config, "text_config", None) or config
     most = getattr(text, "max_position_embeddings", None) or sizes.tokens
@@ -110,8 +142,14 @@ def _example_inputs(
         size = sizes.image_size or _image_size(vision)
         image_BCHW = sizes.batch, getattr(vision, "num_channels", 3), size, size
         given["pixel_values"] = torch.zeros(*image_BCHW, dtype=dtype)
+        if "pixel_mask" in accepted:
+            given["pixel_mask"] = torch.ones(sizes.batch, size, size, dtype=torch.long)
     if main == "input_ids" or (main == "pixel_values" and "input_ids" in accepted):
         given["input_ids"] = ids
+        if "attention_mask" in accepted:
+            given["attention_mask"] = torch.ones_like(ids)
+        if "token_type_ids" in accepted and getattr(text, "type_vocab_size", 0) > 1:
+            given["token_type_ids"] = torch.zeros_like(ids)
     if main not in given:
         raise UnsupportedModelError(
             f"{type(model).__name__} takes {main}: models of input_ids, pixel_values and "
@@ -131,7 +169,7 @@ def _image_size(config: Any) -> int:
     return size if isinstance(size, int) else 224
 
 
-def _make_diffusion_model(raw: Mapping[str, Any], name: str) -> nn.Module:
+def _make_diffusion_model(raw: Mapping[str, Any], name: str, dtype: torch.dtype) -> nn.Module:
     if not is_installed("diffusers"):
         raise ConfigError(
             f"{name} is a model of diffusers: pip install 'nesa-node[images]' (the extra `images`)"
@@ -142,6 +180,8 @@ def _make_diffusion_model(raw: Mapping[str, Any], name: str) -> nn.Module:
     if not (isinstance(found, type) and issubclass(found, diffusers.ModelMixin)):
         raise UnsupportedModelError(f"{name}: diffusers has no model {raw['_class_name']}")
     diffusion_class: Any = found
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
         model = diffusion_class.from_config(dict(raw))
     except Exception as error:
@@ -149,13 +189,15 @@ def _make_diffusion_model(raw: Mapping[str, Any], name: str) -> nn.Module:
         raise CorruptCheckpointError(
             f"{name}: {found.__name__} cannot be made of its config.json ({error})"
         ) from error
+    finally:
+        torch.set_default_dtype(usual)
     assert isinstance(model, nn.Module)
     return model
 
 
-def _diffusion_inputs(model: Any, sizes: InputSizes, dtype: torch.dtype) -> dict[str, Any]:
-    """Inputs of the shapes that a model of diffusers takes: one step of denoising, or an image."""
-    config = model.config
+def _diffusion_inputs(model: Any, sizes: RequestSizes) -> dict[str, Any]:
+    """Of one step of denoising, or an image."""
+    config, dtype = model.config, model.dtype
     size = sizes.image_size or config.get("sample_size") or 64
     height, width = size if isinstance(size, list | tuple) else (size, size)
     image_BCHW = sizes.batch, config.get("in_channels", 4), height, width

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +69,12 @@ def hash_tensor(tensor: Tensor) -> bytes:
     made = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\0".encode())
     made.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return made.digest()
+
+
+class ReadConfig(Protocol):
+    """`read_config`, or a like function for more models."""
+
+    def __call__(self, folder: Path, *, name: str) -> PreTrainedConfig: ...
 
 
 SINGLE_FILE = "model.safetensors"
@@ -167,9 +174,9 @@ class LocalCheckpoint(Checkpoint):
         return sample_digests(self.folder, self.tensors)
 
 
-def open_folder(folder: Path) -> LocalCheckpoint:
+def open_folder(folder: Path, read: ReadConfig = read_config) -> LocalCheckpoint:
     folder = folder.resolve()
-    config = read_config(folder, name=folder.name)
+    config = read(folder, name=folder.name)
     files = list_weight_files({path.name for path in folder.iterdir()}, folder, name=folder.name)
     tensors: dict[str, TensorInfo] = {}
     for file in files:

@@ -235,13 +235,7 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
     `ModelNotFoundError` and `CorruptCheckpointError`.
     """
     raw = read_raw_config(folder, name=name)
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise UnsupportedModelError(
-            f"{name} is quantized already ({method or 'unknown method'}), which cannot be served; "
-            "use the original checkpoint in float32, float16 or bfloat16"
-        )
+    _require_unquantized(raw, name)
     if "model_type" not in raw and "auto_map" in raw:
         raise UnsupportedModelError(
             f"{name} needs its own Python code (auto_map), which is never run. "
@@ -252,6 +246,41 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
     config = parse_config(folder)
     require_servable(family, config, name=name)
     return config
+
+
+def is_language_model(folder: Path, *, name: str) -> bool:
+    """Whether a checkpoint is, by its config, a causal decoder of a family in `FAMILIES`.
+
+    Where its config names no architecture it is. Raises as `read_raw_config` does.
+    """
+    raw = read_raw_config(folder, name=name)
+    kind, named = raw.get("model_type"), raw.get("architectures")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        return False
+    return not isinstance(named, list) or not named or "ForCausalLM" in str(named[0])
+
+
+def read_network_config(folder: Path, *, name: str) -> PreTrainedConfig:
+    """Return the config of any model of transformers, not only of a causal decoder.
+
+    Raises as `read_config` does.
+    """
+    raw = read_raw_config(folder, name=name)
+    _require_unquantized(raw, name)
+    if "model_type" not in raw:
+        raise UnsupportedModelError(f"{name}: {folder / 'config.json'} has no model_type")
+    check_counts(raw, folder / "config.json")
+    return parse_config(folder)
+
+
+def _require_unquantized(raw: Mapping[str, Any], name: str) -> None:
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise UnsupportedModelError(
+            f"{name} is quantized already ({method or 'unknown method'}), which cannot be served; "
+            "use the original checkpoint in float32, float16 or bfloat16"
+        )
 
 
 def parse_config(folder: Path) -> PreTrainedConfig:

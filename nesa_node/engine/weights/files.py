@@ -46,6 +46,8 @@ _MAX_REASON_CHARS = 300
 MAX_SIDE_FILE_BYTES = {
     "config.json": MAX_CONFIG_BYTES,
     "generation_config.json": MAX_CONFIG_BYTES,
+    "preprocessor_config.json": MAX_CONFIG_BYTES,
+    "processor_config.json": MAX_CONFIG_BYTES,
     "chat_template.jinja": MAX_CONFIG_BYTES,
     "chat_template.json": MAX_CONFIG_BYTES,
     "special_tokens_map.json": MAX_CONFIG_BYTES,
@@ -59,6 +61,8 @@ MAX_SIDE_FILE_BYTES = {
     "tekken.json": MAX_TOKENIZER_BYTES,
     "spiece.model": MAX_TOKENIZER_BYTES,
     "sentencepiece.bpe.model": MAX_TOKENIZER_BYTES,
+    "source.spm": MAX_TOKENIZER_BYTES,
+    "target.spm": MAX_TOKENIZER_BYTES,
     INDEX_FILE: MAX_INDEX_BYTES,
 }
 """Maximum size in bytes of every file that is read beside the weights. The largest known in the

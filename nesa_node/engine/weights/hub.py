@@ -38,7 +38,12 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import is_model_name
 from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
-from nesa_node.engine.weights.checkpoint import Checkpoint, list_weight_files, open_folder
+from nesa_node.engine.weights.checkpoint import (
+    Checkpoint,
+    ReadConfig,
+    list_weight_files,
+    open_folder,
+)
 from nesa_node.engine.weights.families import read_config
 from nesa_node.engine.weights.files import (
     INDEX_FILE,
@@ -290,6 +295,7 @@ def open_checkpoint(
     evicts: bool = False,
     max_model_bytes: int | None = None,
     endpoint: str | None = None,
+    read: ReadConfig = read_config,
 ) -> Checkpoint:
     """Open a local folder, without a `revision` the folder of that name under `cache_dir`, or a hub
     repository by name (its config and headers only).
@@ -299,7 +305,7 @@ def open_checkpoint(
     `CorruptCheckpointError`, `DiskLimitError`, and `ConfigError` for a revision of a folder.
     """
     if (folder := _find_folder(model, revision, cache_dir)) is not None:
-        return open_folder(folder)
+        return open_folder(folder, read)
     try:
         return open_hub(
             model,
@@ -310,6 +316,7 @@ def open_checkpoint(
             evicts=evicts,
             max_model_bytes=max_model_bytes,
             endpoint=endpoint,
+            read=read,
         )
     except ModelNotFoundError as error:
         last_part = model.rpartition("/")[2]
@@ -364,6 +371,7 @@ def open_hub(
     evicts: bool = False,
     max_model_bytes: int | None = None,
     endpoint: str | None = None,
+    read: ReadConfig = read_config,
 ) -> HubCheckpoint:
     """Open a hub repository by name: its config and the headers of its weight files.
 
@@ -378,7 +386,7 @@ def open_hub(
     )
     files = repository.files
     folder = repository.download(name for name in ("config.json", INDEX_FILE) if name in files)
-    config = read_config(folder, name=model)
+    config = read(folder, name=model)
     tensors = repository.read_headers(list_weight_files(set(files), folder, name=model))
     return HubCheckpoint(repository, folder, config, tensors)
 

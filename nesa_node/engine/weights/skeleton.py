@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import initialization as init
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -102,40 +102,29 @@ inside it, the second to leave would restore the first one's patches for good; a
 initializes weights meanwhile would find that nothing does so."""
 
 
-class Skeleton:
-    """Causal LM of a checkpoint's config on the meta device, of which parts can be loaded.
+class ModelTensors:
+    """A model without weights, of which parts can be loaded.
 
     Names are mapped as in transformers' own loading: renamed layers, fused experts, an optional
-    base-model prefix.
+    base-model prefix. Those of other libraries' models are a checkpoint's.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: nn.Module) -> None:
         self.checkpoint = checkpoint
-        self.family: ModelFamily = checkpoint.family
-        # Building a model changes its config.
-        config = copy.deepcopy(checkpoint.config)
-        with initializer_lock, torch.device("meta"), init.no_init_weights():
-            self.model: Any = _AUTO.from_config(config, trust_remote_code=False)
+        self.model: Any = model
         self.model.eval().requires_grad_(False)
-        self._shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
-        tied: dict[str, str] = self.model.all_tied_weights_keys
+        tensors = self.model.state_dict()
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        tied: dict[str, str] = getattr(self.model, "all_tied_weights_keys", {})
         self._tied_names = {**tied, **{source: target for target, source in tied.items()}}
         self._loaded_tied_tensors: dict[str, Tensor] = {}
         self._sources = self._map_names()
 
     @property
-    def decoder(self) -> Any:
-        return self.model.get_submodule(self.family.decoder)
-
-    @property
     def tensor_names(self) -> list[str]:
         """Names of all of the model's tensors."""
         return list(self._shapes)
-
-    def block_names(self, span: Span) -> list[str]:
-        """Return the names of the model's tensors in these blocks."""
-        indices = range(span.start, span.end)
-        return self.module_names(*(f"{self.family.layers_path}.{index}" for index in indices))
 
     def module_names(self, *paths: str) -> list[str]:
         """Return the names of the model's tensors in these modules."""
@@ -157,7 +146,7 @@ class Skeleton:
         return [name for source in stored for _, name in source.names]
 
     def nbytes(
-        self, names: Iterable[str], dtype: torch.dtype, quant_type: QuantType = "none"
+        self, names: Iterable[str], dtype: torch.dtype | None, quant_type: QuantType = "none"
     ) -> int:
         """Return the bytes of these tensors in memory, loaded with this dtype and quantization.
 
@@ -170,6 +159,8 @@ class Skeleton:
                 plain.append(name)
             else:
                 total += compute_quantized_bytes(module, quant_type)
+        if dtype is None:
+            return sum(self._shapes[name].numel() * self._dtypes[name].itemsize for name in plain)
         infos = (self.checkpoint.tensors[source] for source in self.source_names(plain))
         return total + sum(info.numel * dtype.itemsize for info in infos)
 
@@ -177,7 +168,7 @@ class Skeleton:
         self,
         names: Iterable[str],
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         device: torch.device,
         task: str,
         quant_type: QuantType = "none",
@@ -185,6 +176,7 @@ class Skeleton:
     ) -> None:
         """Fetch these tensors and assign them, one after another. Blocks the thread.
 
+        Without a `dtype` each gets that of the model's own, which is not quantized then.
         With a `quant_type`, linear layers are replaced by quantized ones as their weights are read.
         Peak memory is that of the loaded tensors plus the largest of them as stored in the
         checkpoint. Tied tensors share memory, unless the checkpoint holds different values for
@@ -197,8 +189,10 @@ class Skeleton:
         for name in wanted:
             linear = self._find_quantizable_module(name, quant_type)
             if linear is None:
-                done += self._assign(name, self._load_tensor(name, dtype, device))
+                loaded = self._load_tensor(name, dtype or self._dtypes[name], device)
+                done += self._assign(name, loaded)
             else:
+                assert dtype is not None
                 weight = self._read_checked(name, self._stored_name(name))
                 made = make_quantized_linear(linear, weight, quant_type, dtype=dtype, device=device)
                 del weight
@@ -207,34 +201,15 @@ class Skeleton:
             if progress is not None:
                 progress(task, done, total)
 
-    def make_buffers(self, root: nn.Module, device: torch.device) -> None:
-        """Compute the buffers of `root` that no checkpoint holds (rotary frequencies, scales).
-
-        Call it before `load`, since transformers' initialization also resets a module's weights.
-        Raises `UnsupportedModelError` if transformers leaves one of them unset.
-        """
-        for module in root.modules():
-            fresh = {
-                name: buffer
-                for name, buffer in module._buffers.items()
-                if name in module._non_persistent_buffers_set
-                and buffer is not None
-                and buffer.is_meta
-            }
-            for name, buffer in fresh.items():
-                if not buffer.is_floating_point():
-                    raise UnsupportedModelError(
-                        "models with integer buffers outside the checkpoint cannot be served"
-                    )
-                module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
-            if fresh:
-                self.model._init_weights(module)
-            for name in fresh:
-                if not bool(torch.isfinite(getattr(module, name)).all()):
-                    raise UnsupportedModelError(
-                        f"{self.checkpoint.name}: transformers has no initialization of "
-                        f"{type(module).__name__}.{name}, so that the model cannot be served"
-                    )
+    def take(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return loaded tensors, which the model then has no more."""
+        taken = {}
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            taken[name] = getattr(self.model.get_submodule(path), leaf).detach()
+            self._assign(name, torch.empty_like(taken[name], device="meta"))
+        self._loaded_tied_tensors.clear()
+        return taken
 
     def require_complete(self, root: nn.Module) -> None:
         """Assert that every parameter and buffer of `root` has a value."""
@@ -243,6 +218,8 @@ class Skeleton:
         assert not left, f"never loaded: {left}"
 
     def _map_names(self) -> dict[str, TensorSource]:
+        if not isinstance(self.model, PreTrainedModel):
+            return {name: TensorSource([("", name)]) for name in self.checkpoint.tensors}
         transforms = get_model_conversion_mapping(self.model)
         renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
         converters = [item for item in transforms if isinstance(item, WeightConverter)]
@@ -325,6 +302,56 @@ class Skeleton:
             raise UnsupportedModelError(f"{name} is converted to {sorted(made)}; one is expected")
         tensor: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
         return tensor
+
+
+class Skeleton(ModelTensors):
+    """Causal LM of a checkpoint's config on the meta device."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.family: ModelFamily = checkpoint.family
+        # Building a model changes its config.
+        config = copy.deepcopy(checkpoint.config)
+        with initializer_lock, torch.device("meta"), init.no_init_weights():
+            model = _AUTO.from_config(config, trust_remote_code=False)
+        super().__init__(checkpoint, model)
+
+    @property
+    def decoder(self) -> Any:
+        return self.model.get_submodule(self.family.decoder)
+
+    def block_names(self, span: Span) -> list[str]:
+        """Return the names of the model's tensors in these blocks."""
+        indices = range(span.start, span.end)
+        return self.module_names(*(f"{self.family.layers_path}.{index}" for index in indices))
+
+    def make_buffers(self, root: nn.Module, device: torch.device) -> None:
+        """Compute the buffers of `root` that no checkpoint holds (rotary frequencies, scales).
+
+        Call it before `load`, since transformers' initialization also resets a module's weights.
+        Raises `UnsupportedModelError` if transformers leaves one of them unset.
+        """
+        for module in root.modules():
+            fresh = {
+                name: buffer
+                for name, buffer in module._buffers.items()
+                if name in module._non_persistent_buffers_set
+                and buffer is not None
+                and buffer.is_meta
+            }
+            for name, buffer in fresh.items():
+                if not buffer.is_floating_point():
+                    raise UnsupportedModelError(
+                        "models with integer buffers outside the checkpoint cannot be served"
+                    )
+                module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
+            if fresh:
+                self.model._init_weights(module)
+            for name in fresh:
+                if not bool(torch.isfinite(getattr(module, name)).all()):
+                    raise UnsupportedModelError(
+                        f"{self.checkpoint.name}: transformers has no initialization of "
+                        f"{type(module).__name__}.{name}, so that the model cannot be served"
+                    )
 
 
 def _natural_sort_key(name: str) -> list[tuple[int, str]]:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
-from nesa_node.core.ids import ModelId, PeerId
+from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry
 from nesa_node.core.settings.declaration import gib_to_bytes, secret_text
@@ -29,8 +29,10 @@ from nesa_node.engine.weights.hub import ADAPTERS_FOLDER
 from nesa_node.server.adapters.adapter_server import AdapterServer
 from nesa_node.server.adapters.store import AdapterStore
 from nesa_node.server.attestation.attestation_server import AttestationServer
-from nesa_node.server.attestation.quote_sources import make_quote_source
+from nesa_node.server.attestation.quote_sources import QuoteSource, make_quote_source
 from nesa_node.server.evidence.opening_server import OpeningServer
+from nesa_node.server.graphs.graph_model import GraphModel, adopt_plan
+from nesa_node.server.graphs.graph_span import open_graph_span
 from nesa_node.server.node.announcer import Announcer, NodeFacts
 from nesa_node.server.node.invitation import (
     check_ready_file,
@@ -47,12 +49,10 @@ from nesa_node.server.node.metrics import (
     refresh_directory,
 )
 from nesa_node.server.node.move_limiter import MoveLimiter, fill_holes
+from nesa_node.server.node.node_model import DecoderModel, NodeModel
+from nesa_node.server.node.served_span import ServedSpan, open_span
 from nesa_node.server.node.shutdown import Shutdown, stop_on_stdin_end, stop_signals
-from nesa_node.server.node.span_choice import (
-    NodeModel,
-    count_blocks,
-    open_node_model,
-)
+from nesa_node.server.node.span_choice import open_node_model
 from nesa_node.server.node.span_runner import SpanRunner
 from nesa_node.server.orchestrator.launch import (
     OnHistory,
@@ -70,6 +70,8 @@ from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import running_in_background
 from nesa_node.swarm.protocol.adapter_messages import ADAPTER_PROTOCOL
 from nesa_node.swarm.protocol.attest_messages import ATTEST_PROTOCOL
+from nesa_node.swarm.protocol.graph_messages import GRAPH_PROTOCOL
+from nesa_node.swarm.protocol.messages import PROTOCOL
 from nesa_node.swarm.protocol.seal_messages import EVIDENCE_PROTOCOL
 from nesa_node.topology.roofline import Roofline
 
@@ -187,16 +189,27 @@ async def serve_node(
     if quotes is not None:
         served.checkpoint.read_digests = {}
     # Checked before joining, so that an impossible request fails at once.
-    blocks = await asyncio.to_thread(count_blocks, config, served)
+    blocks = await asyncio.to_thread(served.count_blocks, config)
     async with (
         join_swarm(config, stopping) as swarm,
         open_executor() as executor,
         open_scheduler(executor) as scheduler,
     ):
+        if isinstance(served, GraphModel):
+            served = await adopt_plan(config, served, swarm)
+            blocks = await asyncio.to_thread(served.count_blocks, config)
         move_limiter = move_limiter or make_move_limiter(config)
         roofline = await asyncio.to_thread(_find_roofline, config, served)
         refusals = RefusalLog()
-        adapters = _make_adapter_server(config, served, swarm, refusals)
+        adapters = None
+        opening: Callable[[Span], AbstractAsyncContextManager[ServedSpan]]
+        if isinstance(served, GraphModel):
+            opening = partial(open_graph_span, config, served, swarm, scheduler, refusals=refusals)
+        else:
+            adapters = _make_adapter_server(config, served, swarm, refusals)
+            opening = partial(
+                open_span, config, served, swarm, scheduler, adapters=adapters, refusals=refusals
+            )
         runner = SpanRunner(
             config=config,
             served=served,
@@ -205,54 +218,71 @@ async def serve_node(
             announcer=_make_announcer(config, served, blocks, swarm, move_limiter, roofline),
             move_limiter=move_limiter,
             shutdown=Shutdown(stopping, swarm.transport),
-            adapters=adapters,
+            open_span=opening,
+            protocol=PROTOCOL if adapters is not None else GRAPH_PROTOCOL,
             refusals=refusals,
         )
-        swarm.directory.set_num_blocks(served.model_id, served.checkpoint.num_blocks)
-        await swarm.transport.serve(ADAPTER_PROTOCOL, adapters.handle)
-        attestation = AttestationServer(
-            swarm,
-            served.model_id,
-            quotes,
-            runner.find_served_weights,
-            allow=frozenset(config.allow_peers),
-            deny=frozenset(config.deny_peers),
-            refusals=refusals,
-        )
-        await swarm.transport.serve(ATTEST_PROTOCOL, attestation.handle)
-        openings = OpeningServer(
-            swarm,
-            served.model_id,
-            served.checkpoint,
-            find_span=runner.find_served_span,
-            find_addresses=partial(
-                swarm.directory.addresses, served.model_id, served.checkpoint.num_blocks
-            ),
-            report_wrong=partial(_report_wrong, swarm, served.model_id),
-            allow=frozenset(config.allow_peers),
-            deny=frozenset(config.deny_peers),
-            refusals=refusals,
-        )
-        await swarm.transport.serve(EVIDENCE_PROTOCOL, openings.handle)
+        swarm.directory.set_num_blocks(served.model_id, served.num_blocks)
         addresses, sources = swarm.transport.addresses, metric_sources or MetricRegistry()
-        with register_known_swarm(config, addresses, served.model_id):
+        async with AsyncExitStack() as stack:
+            services = _services(runner, blocks, on_history, metric_sources)
+            if adapters is not None:
+                services += await stack.enter_async_context(
+                    _decoder_services(runner, adapters, quotes)
+                )
+            stack.enter_context(register_known_swarm(config, addresses, served.model_id))
             side_tasks = [] if side_task is None else [side_task(addresses)]
-            async with running_in_background(*side_tasks):
-                try:
-                    services = [
-                        *_services(runner, blocks, on_history, metric_sources),
-                        adapters.run(),
-                    ]
-                    with sources.registered(
-                        daemon_source(swarm, "node", sources.version),
-                        model_source(swarm, served.model_id, served.checkpoint.num_blocks),
-                        node_source(runner),
-                    ):
-                        async with running_in_background(*services):
-                            await runner.run()
-                finally:
-                    await openings.close()
-                    await _withdraw(swarm)
+            await stack.enter_async_context(running_in_background(*side_tasks))
+            try:
+                with sources.registered(
+                    daemon_source(swarm, "node", sources.version),
+                    model_source(swarm, served.model_id, served.num_blocks),
+                    node_source(runner),
+                ):
+                    async with running_in_background(*services):
+                        await runner.run()
+            finally:
+                await _withdraw(swarm)
+
+
+@asynccontextmanager
+async def _decoder_services(
+    runner: SpanRunner, adapters: AdapterServer, quotes: QuoteSource | None
+) -> AsyncIterator[list[Coroutine[Any, Any, None]]]:
+    """Serve what clients of a language model ask for beside sessions; yields what is to run."""
+    config, swarm, served = runner.config, runner.swarm, runner.served
+    allowed = frozenset(config.allow_peers), frozenset(config.deny_peers)
+    await swarm.transport.serve(ADAPTER_PROTOCOL, adapters.handle)
+    attestation = AttestationServer(
+        swarm,
+        served.model_id,
+        quotes,
+        runner.find_served_weights,
+        allow=allowed[0],
+        deny=allowed[1],
+        refusals=runner.refusals,
+    )
+    await swarm.transport.serve(ATTEST_PROTOCOL, attestation.handle)
+    openings = OpeningServer(
+        swarm,
+        served.model_id,
+        served.checkpoint,
+        find_span=runner.find_served_span,
+        find_addresses=partial(swarm.directory.addresses, served.model_id, served.num_blocks),
+        report_wrong=partial(_report_wrong, swarm, served.model_id),
+        allow=allowed[0],
+        deny=allowed[1],
+        refusals=runner.refusals,
+    )
+    await swarm.transport.serve(EVIDENCE_PROTOCOL, openings.handle)
+    evidence = EvidenceExchange(swarm, served.model_id, served.num_blocks)
+    try:
+        yield [
+            adapters.run(),
+            evidence.run(partial(_act_on_proof, swarm, served.model_id)),
+        ]
+    finally:
+        await openings.close()
 
 
 class StoppedError(Exception):
@@ -335,6 +365,8 @@ def _raise_file_limit() -> None:
 
 
 def _find_roofline(config: NodeConfig, served: NodeModel) -> Roofline | None:
+    if isinstance(served, GraphModel):
+        return None
     return find_roofline(
         served.checkpoint,
         dtype=served.dtype,
@@ -355,8 +387,8 @@ def _make_announcer(
     facts = NodeFacts(
         model_id=served.model_id,
         model_name=served.checkpoint.name,
-        num_blocks=served.checkpoint.num_blocks,
-        context_length=served.checkpoint.context_length,
+        num_blocks=served.num_blocks,
+        context_length=served.context_length,
         dtype=served.dtype,
         quant_type=served.quant_type,
         device=served.device,
@@ -376,12 +408,12 @@ def _make_announcer(
 
 
 def _make_adapter_server(
-    config: NodeConfig, served: NodeModel, swarm: Swarm, refusals: RefusalLog
+    config: NodeConfig, served: DecoderModel, swarm: Swarm, refusals: RefusalLog
 ) -> AdapterServer:
     checkpoint, own = served.checkpoint, swarm.identity.peer_id
 
     def find_addresses() -> dict[PeerId, tuple[str, ...]]:
-        known = swarm.directory.addresses(served.model_id, checkpoint.num_blocks)
+        known = swarm.directory.addresses(served.model_id, served.num_blocks)
         return {peer: addresses for peer, addresses in known.items() if peer != own}
 
     folder, membership = config.cache_dir / ADAPTERS_FOLDER, swarm.notices.membership
@@ -409,7 +441,7 @@ def _services(
 ) -> list[Coroutine[Any, Any, None]]:
     """What runs beside the span runner."""
     config, swarm, served = runner.config, runner.swarm, runner.served
-    peer_id, num_blocks = PeerId(swarm.identity.peer_id), served.checkpoint.num_blocks
+    peer_id, num_blocks = PeerId(swarm.identity.peer_id), served.num_blocks
     of_model = (served.model_id, num_blocks)
     placement_filter = make_placement_filter(
         config, peer_id, num_blocks=num_blocks, max_blocks=max_blocks
@@ -418,7 +450,6 @@ def _services(
         runner.announcer.run(),
         probe_rtts(swarm, *of_model, random.Random(peer_id), ping_interval_s=config.ping_every_s),
         warn_of_other_copies(swarm.directory, served.model_id),
-        EvidenceExchange(swarm, *of_model).run(partial(_act_on_proof, swarm, served.model_id)),
     ]
     if not runner.move_limiter.pinned:
         services += [

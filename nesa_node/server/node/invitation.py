@@ -21,7 +21,7 @@ from nesa_node.core.known_swarms import KnownSwarmStore
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.declaration import default_known_swarms_dir
 from nesa_node.core.settings.models import NodeConfig, PeerConfig
-from nesa_node.server.node.span_choice import NodeModel
+from nesa_node.server.node.node_model import NodeModel
 from nesa_node.swarm.directory import Directory
 from nesa_node.swarm.node import Swarm
 

@@ -14,7 +14,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricSample, MetricSource, count_by_label
 from nesa_node.server.node.announcer import AnnouncedState
 from nesa_node.server.node.move_limiter import MoveOutcome
-from nesa_node.server.node.served_span import ServedSpan
+from nesa_node.server.node.served_span import DecoderSpan, ServedSpan
 from nesa_node.server.node.span_runner import SpanRunner
 from nesa_node.server.session.message_loop import REFUSAL_CODES
 from nesa_node.swarm.directory import Directory
@@ -89,10 +89,11 @@ def _span_samples(served_span: ServedSpan | None, runner: SpanRunner) -> Iterato
     """Samples of the span served now; zeros without one."""
     model_id = runner.served.model_id
     model, waiting = (model_id,), runner.scheduler.waiting_sessions
-    sessions = 0 if served_span is None else served_span.admission.sessions
+    admission = served_span.admission if isinstance(served_span, DecoderSpan) else None
+    sessions = 0 if admission is None else admission.sessions
     yield MetricSample(metrics.REQUESTS_RUNNING, (model_id, "node"), max(sessions - waiting, 0))
     yield MetricSample(metrics.REQUESTS_WAITING, (model_id, "node"), waiting)
-    pool = None if served_span is None else served_span.admission.pool
+    pool = None if admission is None else admission.pool
     pages = 1 if pool is None else pool.num_pages
     held, free = (0, pages) if pool is None else (pool.held_pages, max(pool.unreserved_pages, 0))
     yield MetricSample(metrics.KV_CACHE_USAGE, model, held / pages)
@@ -100,13 +101,13 @@ def _span_samples(served_span: ServedSpan | None, runner: SpanRunner) -> Iterato
     yield MetricSample(
         metrics.KV_CACHE_CAPACITY,
         model,
-        0 if served_span is None else served_span.admission.total_tokens,
+        0 if admission is None else admission.total_tokens,
     )
-    span = None if served_span is None else served_span.blocks.span
+    span = None if served_span is None else served_span.span
     yield MetricSample(metrics.SPAN_START, model, 0 if span is None else span.start)
     yield MetricSample(metrics.SPAN_END, model, 0 if span is None else span.end)
     yield MetricSample(
-        metrics.WEIGHT_BYTES, model, 0 if served_span is None else served_span.blocks.weight_bytes
+        metrics.WEIGHT_BYTES, model, 0 if served_span is None else served_span.weight_bytes
     )
     speed = runner.announcer.throughput
     yield MetricSample(metrics.MEASURED_THROUGHPUT, (*model, "prefill"), speed.prefill_tokens_per_s)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from pathlib import Path
+from typing import Protocol
 
-from nesa_node.core.ids import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.declaration import gib_to_bytes, secret_text
 from nesa_node.core.settings.models import NodeConfig
@@ -23,8 +26,9 @@ from nesa_node.engine.weights.files import show_progress
 from nesa_node.engine.weights.weights_root import hash_span
 from nesa_node.server.adapters.adapter_server import AdapterServer
 from nesa_node.server.adapters.loaded_adapters import LoadedAdapters
-from nesa_node.server.node.announcer import Capacity
-from nesa_node.server.node.span_choice import NodeModel, count_cache_tokens
+from nesa_node.server.node.announcer import Announcer, Capacity
+from nesa_node.server.node.node_model import DecoderModel, count_cache_tokens
+from nesa_node.server.node.span_speed import keep_speed_current
 from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.admission import Admission, AdmissionLimits
@@ -46,36 +50,94 @@ MAX_PEER_QUARTERS = 3
 whole length. Otherwise it gets half: long sessions fill this room long before the cache."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedSpan:
-    blocks: ModelBlocks
+class SpanServer(Protocol):
+    """Serves a span's streams."""
+
+    def handle(
+        self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> Coroutine[object, object, None]:
+        """Serve one incoming stream until its end; the caller closes it."""
+        ...
+
+    async def drain(self, timeout_s: float, *, idle_s: float | None = None) -> None:
+        """Have clients move off within `timeout_s`, idle ones within `idle_s`."""
+        ...
+
+
+class ServedSpan(ABC):
+    """A span of a model's blocks that a node has loaded."""
+
+    span: Span
     throughput: SpanThroughput
-    admission: Admission
-    server: SessionServer
-    scheduler: Scheduler
-    weights_root: bytes | None
+    weight_bytes: int
+    weights_root: bytes | None = None
     """`hash_span` of what was loaded; None where the checkpoint does not record what is read."""
+
+    @property
+    @abstractmethod
+    def server(self) -> SpanServer: ...
+
+    @abstractmethod
+    def capacity(self) -> Capacity: ...
+
+    @abstractmethod
+    def keep_speed_current(
+        self, announcer: Announcer, cache_dir: Path
+    ) -> AbstractAsyncContextManager[None]:
+        """Keep the announced speed current while the body runs."""
+
+
+class DecoderSpan(ServedSpan):
+    """Blocks of a language model, with their KV cache."""
+
+    def __init__(
+        self,
+        blocks: ModelBlocks,
+        throughput: SpanThroughput,
+        admission: Admission,
+        server: SessionServer,
+        scheduler: Scheduler,
+        weights_root: bytes | None,
+    ) -> None:
+        self.blocks = blocks
+        self.span = blocks.span
+        self.weight_bytes = blocks.weight_bytes
+        self.throughput = throughput
+        self.admission = admission
+        self.weights_root = weights_root
+        self._server = server
+        self._scheduler = scheduler
+
+    @property
+    def server(self) -> SessionServer:
+        return self._server
+
+    def keep_speed_current(
+        self, announcer: Announcer, cache_dir: Path
+    ) -> AbstractAsyncContextManager[None]:
+        return keep_speed_current(self.blocks, self._scheduler, announcer, cache_dir)
 
     def capacity(self) -> Capacity:
         return Capacity(
             total_tokens=self.admission.max_tokens,
             free_tokens=self.admission.free_tokens,
-            load=self.scheduler.load,
-            sessions=self.scheduler.sessions,
-            tokens=self.scheduler.stats.tokens,
+            load=self._scheduler.load,
+            sessions=self._scheduler.sessions,
+            tokens=self._scheduler.stats.tokens,
         )
 
 
 @asynccontextmanager
 async def open_span(
     config: NodeConfig,
-    served: NodeModel,
+    served: DecoderModel,
     swarm: Swarm,
     scheduler: Scheduler,
     span: Span,
+    *,
     adapters: AdapterServer,
     refusals: RefusalLog | None = None,
-) -> AsyncIterator[ServedSpan]:
+) -> AsyncIterator[DecoderSpan]:
     """Load and measure `span`, and allocate its cache. On exit no session uses it any more.
 
     The memory is freed once the caller has dropped its references too. `adapters` has the files of
@@ -122,19 +184,12 @@ async def open_span(
             refusals=refusals,
         )
         try:
-            yield ServedSpan(
-                blocks=blocks,
-                throughput=throughput,
-                admission=admission,
-                server=server,
-                scheduler=scheduler,
-                weights_root=root,
-            )
+            yield DecoderSpan(blocks, throughput, admission, server, scheduler, root)
         finally:
             await server.close()
 
 
-def _load(served: NodeModel, span: Span) -> ModelBlocks:
+def _load(served: DecoderModel, span: Span) -> ModelBlocks:
     with show_progress() as progress:
         return load_blocks(
             served.checkpoint,

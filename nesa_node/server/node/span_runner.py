@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,17 +20,15 @@ from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.model.devices import SpanThroughput, release_memory
-from nesa_node.server.adapters.adapter_server import AdapterServer
 from nesa_node.server.node.announcer import Announcer, Capacity
 from nesa_node.server.node.invitation import print_invitation, ready_file, ready_file_fields
 from nesa_node.server.node.move_limiter import MoveLimiter, MoveOutcome, MoveRequest, MoveState
-from nesa_node.server.node.served_span import ServedSpan, open_span
+from nesa_node.server.node.node_model import NodeModel
+from nesa_node.server.node.served_span import DecoderSpan, ServedSpan, SpanServer
 from nesa_node.server.node.shutdown import Shutdown
-from nesa_node.server.node.span_choice import NodeModel, claim_span, require_memory
-from nesa_node.server.node.span_speed import keep_speed_current
+from nesa_node.server.node.span_choice import claim_span
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
-from nesa_node.server.session.session_server import SessionServer
 from nesa_node.sharding.span_placement import is_covered_without
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.protocol.messages import PROTOCOL
@@ -43,10 +41,10 @@ class StreamListener:
     """Routes streams to the current span's server; refuses them (`draining`) between two spans."""
 
     def __init__(self) -> None:
-        self._server: SessionServer | None = None
+        self._server: SpanServer | None = None
 
     @contextmanager
-    def routing_to(self, server: SessionServer) -> Iterator[None]:
+    def routing_to(self, server: SpanServer) -> Iterator[None]:
         self._server = server
         try:
             yield
@@ -93,7 +91,10 @@ class SpanRunner:
     announcer: Announcer
     move_limiter: MoveLimiter
     shutdown: Shutdown
-    adapters: AdapterServer
+    open_span: Callable[[Span], AbstractAsyncContextManager[ServedSpan]]
+    """Loads a span."""
+    protocol: str = PROTOCOL
+    """Of the streams that spans serve."""
     refusals: RefusalLog = field(default_factory=RefusalLog)
     served_span: ServedSpan | None = None
     """The span served now."""
@@ -107,14 +108,14 @@ class SpanRunner:
     def prefix_tokens(self) -> tuple[int, int]:
         """Tokens of prefixes that sessions asked for, and those found cached, over all spans."""
         asked, found = self._past_prefix_tokens
-        if self.served_span is not None:
+        if isinstance(self.served_span, DecoderSpan):
             prefixes = self.served_span.admission.pool.prefixes
             asked, found = asked + prefixes.queried_tokens, found + prefixes.reused_tokens
         return asked, found
 
     def find_served_span(self) -> Span | None:
         """The span that is served now; None in between."""
-        return None if self.served_span is None else self.served_span.blocks.span
+        return None if self.served_span is None else self.served_span.span
 
     def find_served_weights(self) -> tuple[Span, bytes] | None:
         """The span that is served now and the root of its weights; None in between, and where
@@ -123,7 +124,7 @@ class SpanRunner:
         now = self.served_span
         if now is None or now.weights_root is None:
             return None
-        return now.blocks.span, now.weights_root
+        return now.span, now.weights_root
 
     async def run(self) -> None:
         """Claim a span and serve it, then further ones as `move_limiter` grants requests, until
@@ -134,7 +135,7 @@ class SpanRunner:
         rng = random.Random(self.swarm.identity.peer_id)
         claim = claim_span(self.config, self.served, self.swarm, self.announcer, rng=rng)
         span = await self.shutdown.run_until_shutdown(claim)
-        await self.swarm.transport.serve(PROTOCOL, self._listener.handle)
+        await self.swarm.transport.serve(self.protocol, self._listener.handle)
         try:
             while span is not None:
                 span = await self._run_span(span)
@@ -151,18 +152,9 @@ class SpanRunner:
     async def _run_span(self, span: Span) -> Span | None:
         """Load, serve and drain `span`. Returns the next span; None on shutdown."""
         async with AsyncExitStack() as stack:
-            opening = open_span(
-                self.config,
-                self.served,
-                self.swarm,
-                self.scheduler,
-                span,
-                self.adapters,
-                self.refusals,
-            )
             try:
                 served_span = await self.shutdown.run_until_shutdown(
-                    stack.enter_async_context(opening)
+                    stack.enter_async_context(self.open_span(span))
                 )
             except Exception as error:
                 # Any error, as torch has its own: the old span could be loaded.
@@ -182,7 +174,7 @@ class SpanRunner:
                 self.announcer.throughput, self.announcer.capacity = SpanThroughput(0, 0), Capacity
 
     async def _serve(self, served_span: ServedSpan) -> Span | None:
-        span, drain_s = served_span.blocks.span, self.config.drain_timeout_s
+        span, drain_s = served_span.span, self.config.drain_timeout_s
         with self._listener.routing_to(served_span.server):
             await self.announcer.announce("serving", span)
             with ready_file(
@@ -193,9 +185,7 @@ class SpanRunner:
                     failed = self._move[0].state is MoveState.RETURNING
                     self.move_limiter.settle(self._move[0], "failed" if failed else "moved")
                     self._move = None
-                async with keep_speed_current(
-                    served_span.blocks, self.scheduler, self.announcer, self.config.cache_dir
-                ):
+                async with served_span.keep_speed_current(self.announcer, self.config.cache_dir):
                     request = await self._next_move(served_span)
             if request is None:
                 await self.announcer.announce("draining", span)
@@ -224,18 +214,17 @@ class SpanRunner:
         self, request: MoveRequest, served_span: ServedSpan
     ) -> MoveOutcome | Literal["granted"]:
         """Announce that the span is given up, or return why it cannot be."""
-        span, blocks = served_span.blocks.span, self.served.checkpoint.num_blocks
+        span, blocks = served_span.span, self.served.num_blocks
         if request.span == span:
             return "held_already"
         if not 0 <= request.span.start < request.span.end <= blocks:
             return "not_of_model"
         try:
             await asyncio.to_thread(
-                require_memory,
+                self.served.require_memory,
                 self.config,
-                self.served,
                 request.span,
-                regained_bytes=served_span.blocks.weight_bytes,
+                regained_bytes=served_span.weight_bytes,
             )
         except InsufficientMemoryError as error:
             log.warning("move_refused", span=str(request.span), reason=str(error))
@@ -251,7 +240,7 @@ class SpanRunner:
         return "granted"
 
     async def _is_spared(self, span: Span) -> bool:
-        model_id, num_blocks = self.served.model_id, self.served.checkpoint.num_blocks
+        model_id, num_blocks = self.served.model_id, self.served.num_blocks
         snapshot = await self.swarm.directory.fetch(model_id, num_blocks)
         return is_covered_without(snapshot, self.swarm.identity.peer_id, span)
 
@@ -270,12 +259,12 @@ class SpanRunner:
         log.info(
             "span_served",
             model=self.served.model_id,
-            span=str(served_span.blocks.span),
+            span=str(served_span.span),
             dtype=DTYPE_NAMES[self.served.dtype],
             quant_type=self.served.quant_type,
-            weight_mib=served_span.blocks.weight_bytes >> 20,
+            weight_mib=served_span.weight_bytes >> 20,
             decode_tokens_per_s=round(served_span.throughput.decode_tokens_per_s, 1),
-            cache_tokens=served_span.admission.total_tokens,
+            cache_tokens=served_span.capacity().total_tokens,
         )
         if not self._invitation_printed:
             self._invitation_printed = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from nesa_node.compression import tensors
 from nesa_node.compression.tensors import TensorMeta
 from nesa_node.core.errors import FrameError
 from nesa_node.core.logging import escape_text
@@ -23,6 +24,16 @@ from nesa_node.swarm.protocol.adapter_messages import (
     AdapterWanted,
 )
 from nesa_node.swarm.protocol.attest_messages import Attest, Attested
+from nesa_node.swarm.protocol.graph_messages import (
+    GraphFailed,
+    GraphOpen,
+    GraphOpened,
+    GraphOutput,
+    GraphRun,
+    PlanPart,
+    PlanRequest,
+    payload_bytes,
+)
 from nesa_node.swarm.protocol.messages import (
     Busy,
     Cancel,
@@ -107,6 +118,7 @@ AnyMessage = (
     | AdapterQuery | AdapterHeld | AdapterGet | AdapterFiles
     | AdapterPut | AdapterWanted | AdapterChunk | AdapterStored
     | Attest | Attested
+    | GraphOpen | GraphOpened | GraphRun | GraphOutput | GraphFailed | PlanRequest | PlanPart
 )  # fmt: skip
 
 _WithTensor = (
@@ -138,7 +150,7 @@ def _with_plain_text(message: AnyMessage) -> AnyMessage:
     match message:
         case Busy():
             return msgspec.structs.replace(message, message=escape_text(message.message))
-        case ErrorMessage():
+        case ErrorMessage() | GraphFailed():
             return msgspec.structs.replace(
                 message, code=escape_text(message.code), message=escape_text(message.message)
             )
@@ -149,3 +161,14 @@ def _with_plain_text(message: AnyMessage) -> AnyMessage:
 def tensor_of(message: Message) -> TensorMeta | None:
     """Description of the tensor that follows `message`; None if none follows."""
     return message.tensor if isinstance(message, _WithTensor) else None
+
+
+def payload_nbytes(message: Message, *, max_bytes: int) -> int:
+    """Bytes that follow `message`, before they are read.
+
+    Raises `ProtocolError("bad_tensor")` for more than `max_bytes`, and for impossible tensors.
+    """
+    if isinstance(message, GraphRun | GraphOutput):
+        return payload_bytes(message.values, max_bytes=max_bytes)
+    meta = tensor_of(message)
+    return 0 if meta is None else tensors.check_meta(meta, max_bytes=max_bytes)

@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from nesa_node.compression import tensors
 from nesa_node.compression.codecs import RAW
 from nesa_node.core.errors import FrameError, PeerUnreachableError, StreamClosedError
 from nesa_node.core.ids import PeerId
@@ -31,6 +30,7 @@ from nesa_node.swarm.protocol.any_message import (
     AnyMessage,
     decode_message,
     encode_message,
+    payload_nbytes,
     tensor_of,
 )
 from nesa_node.swarm.protocol.messages import Link, Message, Received, Reorder, Rollback, Sync
@@ -111,6 +111,13 @@ class Stream:
             async with asyncio.timeout(FRAME_TIMEOUT_S):
                 await self._writer.drain()
 
+    async def wait_readable(self) -> None:
+        """Wait until a message begins to arrive. Raises `StreamClosedError` at the end."""
+        try:
+            await self._reader.wait_readable()
+        except _BROKEN_STREAM_ERRORS:
+            raise StreamClosedError(f"{self.peer} closed the stream") from None
+
     async def receive(self, *, max_tensor_bytes: int = 0) -> tuple[AnyMessage, bytearray]:
         """Wait for the next message and all bytes of its tensor, in a buffer that the caller owns.
 
@@ -134,8 +141,7 @@ class Stream:
         if chunk_bytes > MAX_CHUNK_BYTES:
             raise FrameError(f"a chunk of {chunk_bytes} bytes; at most {MAX_CHUNK_BYTES} allowed")
         message = decode_message(await self._read(header_bytes))
-        meta = tensor_of(message)
-        total = 0 if meta is None else tensors.check_meta(meta, max_bytes=max_tensor_bytes)
+        total = payload_nbytes(message, max_bytes=max_tensor_bytes)
         _check_fits(chunk_bytes, total)
         self.arrival = None
         if chunk_bytes == total:

@@ -17,7 +17,7 @@ from nesa_node.core.errors import (
     UnsupportedFeatureError,
     UnsupportedModelError,
 )
-from nesa_node.engine.graphs.model_graph import InputSizes, capture_model
+from nesa_node.engine.graphs.model_graph import RequestSizes, capture_model
 from nesa_node.sharding.capture import CapturedModel
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
@@ -55,7 +55,7 @@ def write_config(name: str, folder: Path) -> Path:
 
 
 def _capture(folder: Path, **sizes: int) -> CapturedModel:
-    sizes_given = InputSizes(**sizes)
+    sizes_given = RequestSizes(**sizes)
     return capture_model(folder, name="model", dtype=torch.float32, sizes=sizes_given)
 
 

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from nesa_node.core.ids import PeerId, Span
-from nesa_node.server.node import span_runner as spans_module
 from nesa_node.server.node.move_limiter import MoveLimiter
 from nesa_node.server.node.shutdown import Shutdown
 from nesa_node.server.node.span_runner import SpanRunner
@@ -31,17 +28,10 @@ class _Announcer:
 class _Node:
     """A node that serves `span` and sees `snapshots`, one after another."""
 
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        peer: PeerId,
-        span: Span,
-        snapshots: Iterator[Snapshot],
-    ) -> None:
+    def __init__(self, peer: PeerId, span: Span, snapshots: Iterator[Snapshot]) -> None:
         async def look(*_: object) -> Snapshot:
             return next(snapshots)
 
-        monkeypatch.setattr(spans_module, "require_memory", self._require_memory)
         self.regained: list[int] = []
         self.announcer = _Announcer()
         identity = SimpleNamespace(peer_id=peer)
@@ -50,18 +40,21 @@ class _Node:
             directory=SimpleNamespace(fetch=look),
             transport=SimpleNamespace(daemon_exited=asyncio.Event()),
         )
-        self._part = SimpleNamespace(blocks=SimpleNamespace(span=span, weight_bytes=WEIGHTS))
+        self._part = SimpleNamespace(span=span, weight_bytes=WEIGHTS)
         self._spans = SpanRunner(
             config=cast(Any, None),
             served=cast(
-                Any, SimpleNamespace(model_id="tiny", checkpoint=SimpleNamespace(num_blocks=BLOCKS))
+                Any,
+                SimpleNamespace(
+                    model_id="tiny", num_blocks=BLOCKS, require_memory=self._require_memory
+                ),
             ),
             swarm=network,
             scheduler=cast(Any, None),
             announcer=cast(Any, self.announcer),
             move_limiter=MoveLimiter(per_hour=4, pause_s=0),
             shutdown=Shutdown(asyncio.Event(), network.transport),
-            adapters=cast(Any, None),
+            open_span=cast(Any, None),
         )
 
     async def ask(self, span: Span) -> str:
@@ -72,31 +65,25 @@ class _Node:
         self.regained.append(regained_bytes)
 
 
-async def test_new_blocks_take_the_room_of_those_that_are_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_new_blocks_take_the_room_of_those_that_are_given_up() -> None:
     now = swarm(UNEVEN)
-    node = _Node(monkeypatch, ME, Span(0, 4), iter([now, now]))
+    node = _Node(ME, Span(0, 4), iter([now, now]))
     assert await node.ask(Span(4, 8)) == "granted"
     assert node.regained == [WEIGHTS]
     assert node.announcer.told == [("draining", Span(0, 4), Span(4, 8))]
 
 
-async def test_last_two_holders_do_not_both_give_their_blocks_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_last_two_holders_do_not_both_give_their_blocks_up() -> None:
     """Each relied on the other; the one that announced last sees that the other has gone."""
     both = swarm(EVEN)
     alone = swarm({peer: span for peer, span in EVEN.items() if peer != C})
     other = next(peer for peer, span in EVEN.items() if span == EVEN[C] and peer != C)
-    node = _Node(monkeypatch, other, Span(4, 8), iter([both, alone]))
+    node = _Node(other, Span(4, 8), iter([both, alone]))
     assert await node.ask(Span(0, 4)) == "uncovered"
     assert [state for state, *_ in node.announcer.told] == ["draining", "serving"]
 
 
-async def test_blocks_without_another_holder_are_not_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    node = _Node(monkeypatch, C, Span(4, 8), iter([swarm(UNEVEN)]))
+async def test_blocks_without_another_holder_are_not_given_up() -> None:
+    node = _Node(C, Span(4, 8), iter([swarm(UNEVEN)]))
     assert await node.ask(Span(0, 4)) == "uncovered"
     assert node.announcer.told == []

@@ -1,16 +1,21 @@
-"""`nesa-node plan`: how a network of any kind would be divided among machines."""
+"""`nesa-node plan` and `task`: networks of any kind, divided among machines and used."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from nesa_node.cli.flags import OUTPUT, JsonFlag
+from nesa_node.cli.flags import OUTPUT, Flags, JsonFlag, load_command_config
+from nesa_node.cli.process_setup import exit_on_interrupt
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.wait_tracking import track_wait
+
+if TYPE_CHECKING:
+    from nesa_node.core.settings.models import TaskConfig
 
 REQUEST_GROUP = Group("A request", sort_key=5)
 MACHINES_GROUP = Group("Machines", sort_key=6)
@@ -73,6 +78,10 @@ def plan(
     search_s: Annotated[
         float, Parameter(group=SEARCH_GROUP, help="Longest search for a better order, in seconds.")
     ] = 10.0,
+    out: Annotated[
+        Path | None,
+        Parameter(group=OUTPUT, help="Write the plan for `nesa-node run --plan`, too: a new file."),
+    ] = None,
     svg: Annotated[
         Path | None, Parameter(group=OUTPUT, help="Draw the pieces, too: a file that ends in .svg.")
     ] = None,
@@ -80,8 +89,8 @@ def plan(
 ) -> int:
     """Show how MODEL would be cut into pieces, one for each of several machines.
 
-    Any network of transformers that `torch.export` can trace: no weights are read, and no node is
-    started or contacted.
+    Any network that `torch.export` can trace: no weights are read, and no node is started or
+    contacted. A piece is for a node of its own: begin them with `nesa-node run MODEL --plan FILE`.
     """
     for flag, value in (("--batch", batch), ("--tokens", tokens), ("--image-size", image_size)):
         if value is not None and not 1 <= value <= 1_000_000:
@@ -109,16 +118,21 @@ def plan(
     import torch
 
     from nesa_node.cli.views import partition as views
-    from nesa_node.engine.graphs.model_graph import InputSizes, capture_model
+    from nesa_node.engine.graphs.model_graph import RequestSizes, capture_model
+    from nesa_node.engine.graphs.network import make_plan
     from nesa_node.engine.weights.hub import fetch_config
     from nesa_node.sharding.partition import find_partition
 
     if svg is not None:
         views.check_svg(svg)
+    if out is not None and out.exists():
+        raise ConfigError(f"--out {out} exists")
     folder = fetch_config(model, cache_dir=default_cache_dir())
-    sizes = InputSizes(batch, tokens, image_size)
+    sizes = RequestSizes(batch, tokens, image_size)
     with track_wait("the model's graph to be captured"):
-        captured = capture_model(folder, name=model, dtype=getattr(torch, dtype), sizes=sizes)
+        captured = capture_model(
+            folder, name=model, dtype=getattr(torch, dtype), sizes=sizes, without_memory=out is None
+        )
     with track_wait(f"a search of {search_s:g} s"):
         found = find_partition(
             captured.graph,
@@ -127,10 +141,82 @@ def plan(
             budget_s=search_s,
             on_progress=views.show_progress,
         )
+    if out is not None:
+        pieces = [piece.operations for piece in found.pieces if piece.operations]
+        views.write_plan(make_plan(captured, pieces, getattr(torch, dtype), sizes), out)
     if as_json:
         views.print_json(captured.graph, found)
     else:
         views.print_partition(captured.graph, found, sys.stdout)
     if svg is not None:
         views.draw(found, svg)
+    return 0
+
+
+def task(
+    name: Annotated[
+        str, Parameter(help="As transformers calls it: image-classification, fill-mask, ...")
+    ],
+    inputs: Annotated[
+        tuple[str, ...], Parameter(help="Texts, or files of pictures.", negative=())
+    ] = (),
+    /,
+    *,
+    model: Annotated[
+        str,
+        Parameter(
+            metavar="MODEL", help="A folder, or a model's name on the hub, as the nodes have it."
+        ),
+    ],
+    label: Annotated[
+        tuple[str, ...],
+        Parameter(
+            metavar="LABEL",
+            negative=(),
+            show_default=False,
+            help="A possible answer of the zero-shot tasks; may be repeated.",
+        ),
+    ] = (),
+    as_json: JsonFlag = False,
+    flags: Flags["TaskConfig"] | None = None,
+) -> int:
+    """Have a network in the swarm classify, detect, segment or embed INPUTS, one after another.
+
+    The network is one that nodes serve in pieces (`nesa-node run MODEL`).
+    """
+    from nesa_node.core.settings.models import TaskConfig
+
+    config: TaskConfig = load_command_config(TaskConfig, flags)
+    if not inputs:
+        raise ConfigError("INPUTS are missing: a text, or the file of a picture")
+    if name.startswith("zero-shot") != bool(label):
+        raise ConfigError("--label is for the zero-shot tasks, which need it")
+    from nesa_node.cli.client_model import resolve_initial_peers, save_last_swarm
+    from nesa_node.core.settings.declaration import secret_text
+
+    config = resolve_initial_peers(config, model)
+    with exit_on_interrupt():
+        from nesa_node.cli.views.task_answers import plain, print_answer, save_pictures
+        from nesa_node.client.graphs.swarm_pipeline import SwarmPipeline
+
+    more = {"candidate_labels": list(label)} if label else {}
+    with SwarmPipeline(
+        name,
+        model,
+        initial_peers=config.initial_peers,
+        revision=config.revision,
+        token=secret_text(config.token),
+        cache_dir=config.cache_dir,
+        swarm_key=secret_text(config.swarm_key),
+    ) as pipeline:
+        save_last_swarm(config, model)
+        answers: list[Any] = []
+        for each in inputs:
+            answer = save_pictures(pipeline(each, **more), each)
+            if not as_json:
+                print_answer(each, answer, sys.stdout)
+            answers.append({"input": each, "answer": plain(answer)})
+    if as_json:
+        json.dump(answers, sys.stdout, indent=2)
+        print()
     return 0

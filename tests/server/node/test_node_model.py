@@ -7,8 +7,8 @@ import pytest
 from nesa_node.core.errors import InsufficientMemoryError
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.model.blocks import ModelBlocks
-from nesa_node.server.node import span_choice as placement
-from nesa_node.server.node.span_choice import count_cache_tokens
+from nesa_node.server.node import node_model
+from nesa_node.server.node.node_model import count_cache_tokens
 
 
 @pytest.mark.parametrize(
@@ -36,4 +36,4 @@ def test_cache_that_does_not_fit_is_refused(
 
 
 def _leave(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    monkeypatch.setattr(placement, "free_memory_bytes", lambda _: free_bytes)
+    monkeypatch.setattr(node_model, "free_memory_bytes", lambda _: free_bytes)

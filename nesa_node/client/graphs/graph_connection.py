@@ -1,0 +1,341 @@
+"""A client's connection to a swarm that serves a network in pieces: requests in a star.
+
+Each piece's output comes to this client, which sends it on; no node sees another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from nesa_node.client.graphs.graph_link import GraphLink, open_graph_link
+from nesa_node.client.routing.node_selection import NodeSelector
+from nesa_node.client.routing.planner import ChainPlanner
+from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
+from nesa_node.core.errors import (
+    BusyError,
+    ConfigError,
+    MissingBlocksError,
+    ModelMismatchError,
+    NesaError,
+    PeerUnreachableError,
+    ProtocolError,
+    RemoteError,
+)
+from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.core.logging import get_logger
+from nesa_node.core.wait_tracking import track_wait
+from nesa_node.engine.graphs.network import Network, open_plan_network
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
+from nesa_node.routing.chains import Hop
+from nesa_node.sharding.graph_plan import GraphPlan, SpanInterface
+from nesa_node.sharding.open_sizes import Sizes
+from nesa_node.swarm.graph_plans import fetch_plan, find_plans
+from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.p2p.tasks import TaskSet
+from nesa_node.swarm.protocol.graph_messages import ALIGNMENT
+
+log = get_logger(__name__)
+
+CHAIN_FRESH_S = 10.0
+"""Seconds for which requests use the nodes that were chosen for an earlier one."""
+RETRY_PAUSE_S = 0.3
+MAX_NOT_COMPUTED = 2
+"""So many nodes may fail to compute a request before it fails: the first may be at fault."""
+FATAL_CODES = frozenset({"too_large"})
+TEMPORARY_CODES = frozenset({"draining", "wrong_blocks"})
+
+
+@dataclass(slots=True)
+class _Progress:
+    """A request on its way."""
+
+    sizes: Sizes
+    values: dict[int, Tensor]
+    """What is computed so far and still needed."""
+    position: int = 0
+    """The next piece."""
+    num_not_computed: int = 0
+    deadline: float = field(default_factory=time.monotonic)
+
+
+class GraphConnection:
+    """Runs requests through the pieces of one plan. All share what they learn about nodes."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        model_id: ModelId,
+        network: Network,
+        plan: GraphPlan,
+        options: ConnectionOptions,
+    ) -> None:
+        """The caller closes it."""
+        self.network = network
+        self.plan = plan
+        self._swarm = swarm
+        self._model_id = model_id
+        self._options = options
+        count = len(plan.pieces)
+        swarm.directory.set_num_blocks(model_id, count)
+        self._request = RouteRequest(
+            model_id=model_id,
+            span=Span(0, count),
+            rows=1,
+            max_tokens=1,
+            hidden_size=self._mean_boundary_values(),
+            dtype=plan.dtype,
+            options=options,
+            num_blocks=count,
+        )
+        self._planner = ChainPlanner(swarm, options.strategy)
+        self._selector = NodeSelector(swarm, self._request, self._planner)
+        self._hops: tuple[Hop, ...] = ()
+        self._addresses: Mapping[PeerId, tuple[str, ...]] = {}
+        self._planned_at = 0.0
+        self._planning = asyncio.Lock()
+        self._links: dict[PeerId, GraphLink] = {}
+        self._link_locks: dict[PeerId, asyncio.Lock] = {}
+        self._tasks = TaskSet()
+        self._interfaces: dict[Span, SpanInterface] = {}
+        self._last_use = self._find_last_uses()
+
+    @property
+    def is_lost(self) -> bool:
+        return self._swarm.transport.daemon_exited.is_set()
+
+    async def close(self) -> None:
+        """End all streams."""
+        await self._tasks.close()
+        await self._planner.close()
+
+    async def run(self, inputs: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """The network's output values for these inputs.
+
+        Raises `UnsupportedFeatureError` for inputs that the network was not captured for,
+        `MissingBlocksError` where pieces have no node, `BusyError`, and `RemoteError` for what no
+        node computes.
+        """
+        values, sizes = self.network.bind(inputs)
+        progress = _Progress(sizes, values)
+        self._extend(progress)
+        while progress.position < len(self.plan.pieces):
+            await self._advance(progress)
+        return {index: progress.values[index] for index in self.network.outputs}
+
+    def _extend(self, progress: _Progress) -> None:
+        progress.deadline = time.monotonic() + self._options.recovery_timeout_s
+
+    async def _advance(self, progress: _Progress) -> None:
+        """Run the request through its next node, or note why that failed."""
+        hop = await self._next_hop(progress)
+        span = Span(progress.position, hop.span.end)
+        try:
+            link = await self._find_link(hop.peer_id)
+            made = await self._run_at(link, span, progress)
+        except (PeerUnreachableError, ProtocolError) as error:
+            await self._note_failure(hop.peer_id, error, progress)
+            return
+        self._extend(progress)
+        progress.values |= made
+        progress.position = span.end
+        for index in [each for each in progress.values if self._last_use[each] < span.end]:
+            del progress.values[index]
+
+    async def _run_at(self, link: GraphLink, span: Span, progress: _Progress) -> dict[int, Tensor]:
+        interface = self._find_interface(span)
+        given = {index: progress.values[index] for index in interface.received}
+        shapes = {index: self.network.find_shape(index, progress.sizes) for index in interface.sent}
+        most = sum(shape.nbytes + ALIGNMENT for shape in shapes.values())
+        made = await link.run(span, progress.sizes, given, most)
+        for index, shape in shapes.items():
+            found = made.get(index)
+            if found is None or (found.dtype, tuple(found.shape)) != (shape.dtype, shape.shape):
+                raise ProtocolError(
+                    "bad_tensor", f"{link.peer} sent other values than pieces {span} give"
+                )
+        return {index: made[index] for index in shapes}
+
+    async def _note_failure(
+        self, peer: PeerId, error: PeerUnreachableError | ProtocolError, progress: _Progress
+    ) -> None:
+        """Choose other nodes after a failure. Raises `error` where there is no use in it."""
+        code = error.code if isinstance(error, ProtocolError) else ""
+        if code in FATAL_CODES:
+            raise error
+        if code == "not_computed":
+            progress.num_not_computed += 1
+            if progress.num_not_computed >= MAX_NOT_COMPUTED or len(self._addresses) == 1:
+                raise error
+        if isinstance(error, BusyError | RemoteError):
+            if code in TEMPORARY_CODES or isinstance(error, BusyError):
+                self._selector.record_refusal(peer, error)
+            else:
+                self._selector.exclude_for_a_while([peer])
+        else:
+            self._selector.record_failure(peer, str(error))
+        self._hops = ()
+        if time.monotonic() >= progress.deadline:
+            raise error
+        log.info("request_retried", peer=peer, reason=str(error), position=progress.position)
+        if isinstance(error, BusyError):
+            await asyncio.sleep(min(max(error.retry_after_s, RETRY_PAUSE_S), 5.0))
+
+    async def _next_hop(self, progress: _Progress) -> Hop:
+        """The node for the next piece. Waits for one until the request's deadline."""
+        while True:
+            try:
+                for hop in await self._plan_hops():
+                    if hop.span.start <= progress.position < hop.span.end:
+                        return hop
+                missing = progress.position, progress.position + 1
+                raise MissingBlocksError((missing,), f"no node serves piece {missing[0]}")
+            except MissingBlocksError:
+                if time.monotonic() >= progress.deadline:
+                    raise
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _plan_hops(self) -> tuple[Hop, ...]:
+        async with self._planning:
+            fresh = time.monotonic() - self._planned_at < CHAIN_FRESH_S
+            if not self._hops or not fresh:
+                self._hops, self._addresses = await self._selector.plan_hops(
+                    (), frozenset(), may_ping=not self._hops
+                )
+                self._planned_at = time.monotonic()
+            return self._hops
+
+    async def _find_link(self, peer: PeerId) -> GraphLink:
+        async with self._link_locks.setdefault(peer, asyncio.Lock()):
+            link = self._links.get(peer)
+            if link is None or link.failure is not None:
+                ready: asyncio.Future[GraphLink] = asyncio.get_running_loop().create_future()
+                self._tasks.start(self._hold_link(peer, ready), name="graph-link")
+                link = self._links[peer] = await ready
+            if link.is_leaving:
+                raise RemoteError("draining", f"{peer} is leaving")
+            return link
+
+    async def _hold_link(self, peer: PeerId, ready: asyncio.Future[GraphLink]) -> None:
+        addresses = self._addresses.get(peer, ())
+        try:
+            async with open_graph_link(self._swarm, self._model_id, peer, addresses) as link:
+                ready.set_result(link)
+                await link.serve()
+        except NesaError as error:
+            if not ready.done():
+                ready.set_exception(error)
+
+    def _find_interface(self, span: Span) -> SpanInterface:
+        if span not in self._interfaces:
+            self._interfaces[span] = self.network.find_interface(self.plan.operations(span))
+        return self._interfaces[span]
+
+    def _find_last_uses(self) -> list[int]:
+        """For each value the last piece that uses it; beyond all for what the network returns."""
+        graph = self.network.captured.graph
+        place = {
+            operation: piece
+            for piece, operations in enumerate(self.plan.pieces)
+            for operation in operations
+        }
+        return [
+            len(self.plan.pieces)
+            if value.is_output
+            else max((place[each] for each in value.consumers), default=-1)
+            for value in graph.values
+        ]
+
+    def _mean_boundary_values(self) -> int:
+        """Numbers that pass between two pieces, in the mean, for a request as captured."""
+        graph, count = self.network.captured.graph, len(self.plan.pieces)
+        total = sum(
+            graph.values[index].size_bytes
+            for piece in self.plan.pieces
+            for index in self.network.find_interface(piece).sent
+        )
+        return max(int(total / count / self.network.dtype.itemsize), 1)
+
+
+@asynccontextmanager
+async def open_graph_connection(
+    checkpoint: Checkpoint, options: ConnectionOptions
+) -> AsyncIterator[GraphConnection]:
+    """Join the swarm that serves a network's weights in pieces, by the plan of most nodes.
+
+    Raises the `SwarmError`s of `open_swarm`, `ConfigError` without initial peers,
+    `MissingBlocksError` where no node serves it, and what capturing the network raises.
+    """
+    if not options.initial_peers:
+        raise ConfigError(
+            "initial_peers is needed: the address of any member of the swarm "
+            "(`nesa-node run` prints the one of a new swarm)"
+        )
+    async with AsyncExitStack() as stack:
+        if options.identity_path is not None:
+            identity = Identity.load_or_create(options.identity_path)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nesa-client-"))
+            identity = Identity.ephemeral(Path(folder))
+        swarm = await stack.enter_async_context(
+            open_swarm(
+                identity,
+                initial_peers=options.initial_peers,
+                swarm_key=options.swarm_key,
+                listen=False,
+            )
+        )
+        model_id, plan, network = await _find_network(swarm, checkpoint, options)
+        connection = GraphConnection(swarm, model_id, network, plan, options)
+        stack.push_async_callback(connection.close)
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(swarm.transport.wait_until_lost())
+            yield connection
+            watching.cancel()
+
+
+async def _find_network(
+    swarm: Swarm, checkpoint: Checkpoint, options: ConnectionOptions
+) -> tuple[ModelId, GraphPlan, Network]:
+    base = await asyncio.to_thread(compute_model_id, checkpoint)
+    deadline = time.monotonic() + options.recovery_timeout_s
+    with track_wait(f"nodes that serve {checkpoint.name} in pieces"):
+        while not (found := await find_plans(swarm, base)):
+            if time.monotonic() >= deadline:
+                raise await _explain_missing(swarm, base)
+            await asyncio.sleep(1.0)
+    reason: NesaError | None = None
+    for planned in found:
+        try:
+            plan = await fetch_plan(swarm, planned, random.Random())
+            network = await asyncio.to_thread(open_plan_network, checkpoint, plan)
+            return planned.model_id, plan, network
+        except NesaError as error:
+            log.info("plan_not_used", model=planned.model_id, reason=str(error))
+            reason = error
+    assert reason is not None
+    raise reason
+
+
+async def _explain_missing(swarm: Swarm, base: ModelId) -> NesaError:
+    served = sorted({record.model_id for record in await swarm.directory.fetch_all()})
+    name = base.partition("@")[0]
+    if copies := [each for each in served if each.partition("@")[0] == name]:
+        return ModelMismatchError(
+            f"the swarm serves {', '.join(copies[:4])}, and the copy here differs ({base}): use "
+            "the files that the nodes have, or start nodes with this copy"
+        )
+    shown = ", ".join(served[:4]) or "no model"
+    return ModelMismatchError(
+        f"no node serves {name} in pieces; the swarm serves {shown}. Start one: "
+        f"nesa-node run {name} --initial-peers ADDRESS"
+    )

@@ -1,0 +1,204 @@
+"""A client's stream to a node that runs pieces of a network."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from torch import Tensor
+
+from nesa_node.core.errors import (
+    BusyError,
+    NesaError,
+    PeerUnreachableError,
+    ProtocolError,
+    RemoteError,
+    StreamClosedError,
+)
+from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.core.logging import get_logger
+from nesa_node.sharding.open_sizes import Sizes
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.identity import adapter_proof
+from nesa_node.swarm.protocol.graph_messages import (
+    GRAPH_PROTOCOL,
+    GraphFailed,
+    GraphOpen,
+    GraphOpened,
+    GraphOutput,
+    GraphRun,
+)
+from nesa_node.swarm.protocol.graph_values import decode_values, encode_values
+from nesa_node.swarm.protocol.messages import VERSION, Busy, ErrorMessage, Leaving, Ping, Pong
+from nesa_node.swarm.protocol.stream import Stream, peer_timeout
+
+log = get_logger(__name__)
+
+OPEN_TIMEOUT_S = 10.0
+PING_AFTER_S = 3.0
+MAX_SILENCE_S = 10.0
+"""Of a node that owes an answer."""
+MAX_OUTPUT_BYTES = 4 << 30
+
+
+class GraphLink:
+    """Requests to one node, any number at once. `open_graph_link` makes it."""
+
+    def __init__(self, stream: Stream, opened: GraphOpened) -> None:
+        self.peer = stream.peer
+        self.failure: NesaError | None = None
+        """Why it can be used no more."""
+        self.is_leaving = False
+        """Whether the node has announced that it leaves."""
+        self._stream = stream
+        self._max_bytes = opened.max_bytes
+        self._numbers = itertools.count()
+        self._waiting: dict[int, tuple[asyncio.Future[dict[int, Tensor]], int]] = {}
+        """For each request its answer, and the most bytes that it may have."""
+        self._heard_at = time.monotonic()
+
+    @property
+    def running(self) -> int:
+        """Requests that wait for their answers."""
+        return len(self._waiting)
+
+    async def run(
+        self, span: Span, sizes: Sizes, values: Mapping[int, Tensor], output_bytes: int
+    ) -> dict[int, Tensor]:
+        """Have the node compute `span`. Its answer has at most `output_bytes`.
+
+        Raises `PeerUnreachableError`, `BusyError`, `RemoteError` with the node's reason, and
+        `ProtocolError` for a node that breaks the protocol.
+        """
+        self._require_usable()
+        metas, payload = await asyncio.to_thread(encode_values, values)
+        if len(payload) > self._max_bytes:
+            raise RemoteError(
+                "too_large",
+                f"a request has {len(payload) >> 20} MiB of values, and {self.peer} takes "
+                f"{self._max_bytes >> 20} MiB: send a smaller batch or image",
+            )
+        self._require_usable()
+        number = next(self._numbers)
+        answer: asyncio.Future[dict[int, Tensor]] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            self._heard_at = time.monotonic()
+        self._waiting[number] = answer, output_bytes
+        try:
+            await self._stream.send(
+                GraphRun(request=number, blocks=(span.start, span.end), sizes=sizes, values=metas),
+                payload,
+            )
+            return await answer
+        except StreamClosedError as error:
+            raise PeerUnreachableError(str(error)) from None
+        finally:
+            self._waiting.pop(number, None)
+
+    def _require_usable(self) -> None:
+        if self.failure is not None:
+            raise PeerUnreachableError(f"{self.peer}: {self.failure}")
+
+    async def serve(self) -> None:
+        """Receive answers until the stream ends; then all requests that wait fail."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            while True:
+                await self._stream.wait_readable()
+                allowed = max((most for _, most in self._waiting.values()), default=0)
+                message, payload = await self._stream.receive(
+                    max_tensor_bytes=min(allowed, MAX_OUTPUT_BYTES)
+                )
+                self._heard_at = time.monotonic()
+                match message:
+                    case GraphOutput():
+                        self._resolve(message.request, decode_values(message.values, payload))
+                    case GraphFailed():
+                        self._fail(message)
+                    case Leaving():
+                        self.is_leaving = True
+                    case Pong():
+                        pass
+                    case Busy() | ErrorMessage():
+                        raise PeerUnreachableError(f"{self.peer}: {message.message}")
+                    case _:
+                        raise ProtocolError("unexpected", f"{self.peer} sent another message")
+        except NesaError as error:
+            self._end(error)
+        finally:
+            watching.cancel()
+            self._end(PeerUnreachableError("the stream was closed"))
+
+    async def _watch(self) -> None:
+        """Ping a node that is silent, and give it up."""
+        while True:
+            await asyncio.sleep(PING_AFTER_S / 2)
+            silent_s = time.monotonic() - self._heard_at
+            if not self._waiting or silent_s < PING_AFTER_S:
+                continue
+            if silent_s >= MAX_SILENCE_S:
+                self._end(PeerUnreachableError(f"silent for {silent_s:.0f} s"))
+                self._stream.abort()
+                return
+            try:
+                await self._stream.send(Ping(nonce=0))
+            except StreamClosedError as error:
+                self._end(error)
+                return
+
+    def _resolve(self, number: int, values: dict[int, Tensor]) -> None:
+        waiting = self._waiting.get(number)
+        if waiting is not None and not waiting[0].done():
+            waiting[0].set_result(values)
+
+    def _fail(self, message: GraphFailed) -> None:
+        waiting = self._waiting.get(message.request)
+        if waiting is None or waiting[0].done():
+            return
+        text = f"{self.peer}: {message.message}"
+        if message.code == "busy":
+            waiting[0].set_exception(BusyError(text, message.retry_after_s))
+        else:
+            waiting[0].set_exception(RemoteError(message.code, text))
+
+    def _end(self, error: NesaError) -> None:
+        if self.failure is None:
+            self.failure = error
+        for answer, _ in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(PeerUnreachableError(f"{self.peer}: {self.failure}"))
+
+
+@asynccontextmanager
+async def open_graph_link(
+    swarm: Swarm, model_id: ModelId, peer: PeerId, addresses: Sequence[str]
+) -> AsyncIterator[GraphLink]:
+    """Open a stream to a node. `GraphLink.serve` has to run beside it.
+
+    Raises `PeerUnreachableError`, `BusyError`, and `RemoteError` for a node that refuses it.
+    """
+    async with peer_timeout(peer, OPEN_TIMEOUT_S, "a stream for pieces was opened"):
+        pipes = await swarm.transport.open_stream(peer, GRAPH_PROTOCOL, addresses)
+    stream = Stream(peer, *pipes)
+    try:
+        async with peer_timeout(peer, OPEN_TIMEOUT_S, "a stream for pieces was opened"):
+            proof = adapter_proof(swarm.notices.membership, swarm.transport.peer_id, peer)
+            try:
+                await stream.send(GraphOpen(version=VERSION, model=model_id, membership=proof))
+                message, _ = await stream.receive()
+            except StreamClosedError as error:
+                raise PeerUnreachableError(str(error)) from None
+        match message:
+            case GraphOpened():
+                yield GraphLink(stream, message)
+            case Busy():
+                raise BusyError(f"{peer} is busy: {message.message}", message.retry_after_s)
+            case ErrorMessage():
+                raise RemoteError(message.code, f"{peer}: {message.message}")
+            case _:
+                raise ProtocolError("unexpected", f"{peer} does not answer graph_open")
+    finally:
+        await stream.close()

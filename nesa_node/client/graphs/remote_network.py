@@ -1,0 +1,123 @@
+"""A model of transformers whose forward pass runs in a swarm, for synchronous callers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nesa_node.client.graphs.graph_connection import GraphConnection, open_graph_connection
+from nesa_node.client.model.loop_thread import HeldContext, LoopThread
+from nesa_node.client.routing.request import ConnectionOptions
+from nesa_node.core.errors import ConfigError
+from nesa_node.core.settings.addresses import parse_peer_address
+from nesa_node.core.settings.declaration import default_cache_dir, user_path
+from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.families import read_network_config
+from nesa_node.engine.weights.hub import open_checkpoint
+
+
+class RemoteNetwork:
+    """A network in a swarm. Any number of threads may run requests at once.
+
+    The swarm is joined with the first request. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, options: ConnectionOptions) -> None:
+        self.checkpoint = checkpoint
+        self._options = options
+        self._loop = LoopThread("nesa-network")
+        self._guard = threading.Lock()
+        self._held: HeldContext[GraphConnection] | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        initial_peers: str | Sequence[str] = (),
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | Path | None = None,
+        swarm_key: str | None = None,
+        identity_path: str | Path | None = None,
+        recovery_timeout_s: float = 60.0,
+    ) -> RemoteNetwork:
+        """The network that `name` (a folder or hub name) has the config of; no weights are read.
+
+        Requests wait `recovery_timeout_s` for nodes. Raises the `ModelError`s of
+        `open_checkpoint`, and `ConfigError` for malformed initial peers.
+        """
+        peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+        checkpoint = open_checkpoint(
+            str(name),
+            revision=revision,
+            token=token,
+            cache_dir=default_cache_dir() if cache_dir is None else user_path(cache_dir),
+            read=read_network_config,
+        )
+        options = ConnectionOptions(
+            initial_peers=tuple(map(parse_peer_address, peers)),
+            routing="star",
+            swarm_key=swarm_key,
+            identity_path=None if identity_path is None else user_path(identity_path),
+            recovery_timeout_s=recovery_timeout_s,
+        )
+        return cls(checkpoint, options)
+
+    def __enter__(self) -> RemoteNetwork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the swarm. Idempotent."""
+        self._loop.close()
+
+    @property
+    def connection(self) -> GraphConnection:
+        """Joins the swarm, where that is not done. Raises as `open_graph_connection` does."""
+        with self._guard:
+            held = self._held
+            if held is None or not held.is_alive or held.value.is_lost:
+                if held is not None:
+                    held.release()
+                opening = open_graph_connection(self.checkpoint, self._options)
+                self._held = held = self._loop.hold(opening)
+            return held.value
+
+    def __call__(self, **inputs: Any) -> Any:
+        """What the model returns for these inputs, of the class that transformers returns.
+
+        Inputs that the network was captured with and that are missing get what they mostly are:
+        masks ones, token types zeros. Raises as `GraphConnection.run` does.
+        """
+        connection = self.connection
+        network = connection.network
+        given = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        if unknown := given.keys() - set(network.input_names):
+            raise ConfigError(
+                f"{type(network.model).__name__} in this swarm takes "
+                f"{', '.join(network.input_names)}, and not {', '.join(sorted(unknown))}"
+            )
+        for name in network.input_names:
+            if name not in given:
+                given[name] = _default_input(name, given)
+        values = self._loop.run(connection.run(given))
+        return network.make_output(values)
+
+
+def _default_input(name: str, given: dict[str, Tensor]) -> Tensor:
+    ids, image = given.get("input_ids"), given.get("pixel_values")
+    if name == "attention_mask" and ids is not None:
+        return torch.ones_like(ids)
+    if name == "token_type_ids" and ids is not None:
+        return torch.zeros_like(ids)
+    if name == "pixel_mask" and image is not None:
+        return torch.ones(image.shape[0], *image.shape[2:], dtype=torch.long)
+    raise ConfigError(f"this network needs {name}")

@@ -1,0 +1,188 @@
+"""transformers' pipelines, with a model whose forward pass runs in a swarm."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedModel
+from transformers.pipelines import SUPPORTED_TASKS
+
+from nesa_node.client.graphs.remote_network import RemoteNetwork
+from nesa_node.core.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
+from nesa_node.engine.weights.files import check_side_files
+from nesa_node.engine.weights.tokenizer import load_tokenizer
+
+TASKS = (
+    "depth-estimation",
+    "feature-extraction",
+    "fill-mask",
+    "image-classification",
+    "image-feature-extraction",
+    "image-segmentation",
+    "object-detection",
+    "text-classification",
+    "token-classification",
+    "zero-shot-classification",
+    "zero-shot-image-classification",
+)
+MAX_PIXELS = 1 << 26
+"""Of a picture, 64 megapixels: a few kilobytes of PNG may stand for gigabytes."""
+
+
+class SwarmPipeline:
+    """A pipeline of transformers; calling it takes and returns what that pipeline does.
+
+        with SwarmPipeline("image-classification", "google/vit-base-patch16-224",
+                           initial_peers=["192.0.2.7:31330"]) as classify:
+            print(classify("picture.png"))
+
+    Texts and pictures are prepared here, and answers made here; nodes see tensors alone.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        model: str | Path,
+        *,
+        initial_peers: str | Sequence[str] = (),
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | Path | None = None,
+        swarm_key: str | None = None,
+        identity_path: str | Path | None = None,
+        recovery_timeout_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        """Join the swarm that serves `model` (a folder or hub name) in pieces.
+
+        `options` are transformers' own of this pipeline. Requests wait `recovery_timeout_s` for
+        nodes. Raises `ConfigError` for a task or model that does not fit, and what
+        `RemoteNetwork` raises.
+        """
+        require_task(task)
+        self._network = RemoteNetwork.from_pretrained(
+            model,
+            initial_peers=initial_peers,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            swarm_key=swarm_key,
+            identity_path=identity_path,
+            recovery_timeout_s=recovery_timeout_s,
+        )
+        try:
+            self._pipeline = self._make_pipeline(task, options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_pipeline(self, task: str, options: dict[str, Any]) -> Any:
+        name = self._network.checkpoint.name
+        parts = self._load_parts(task)
+        model = self._network.connection.network.model
+        assert isinstance(model, PreTrainedModel)
+        if type(model).__name__ not in _model_names(task):
+            raise UnsupportedModelError(
+                f"{name} is a {type(model).__name__}, which transformers does not use for {task}"
+            )
+        stand_in: Any = model
+        stand_in.forward = self._forward
+        return _pipeline_class(task)(
+            model=model, task=task, device=model.device, **parts, **options
+        )
+
+    def _forward(self, **inputs: Any) -> Any:
+        return self._network(**inputs)
+
+    def _load_parts(self, task: str) -> dict[str, Any]:
+        """Tokenizer and processors, as the pipeline's class says. Code of a model is never run."""
+        impl = _pipeline_class(task)
+        folder = self._network.checkpoint.fetch_side_files()
+        check_side_files(folder)
+        parts: dict[str, Any] = {}
+        if impl._load_tokenizer or (folder / "tokenizer_config.json").is_file():
+            parts["tokenizer"] = load_tokenizer(folder)
+        for key, loader, needed in (
+            ("image_processor", AutoImageProcessor, impl._load_image_processor),
+            ("feature_extractor", AutoFeatureExtractor, impl._load_feature_extractor),
+        ):
+            if needed:
+                parts[key] = _load_processor(loader, folder)
+        return parts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the pipeline. Raises `ConfigError` for pictures that are too large or none."""
+        for given in (*args, *kwargs.values()):
+            check_picture(given)
+        return self._pipeline(*args, **kwargs)
+
+    def __enter__(self) -> SwarmPipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the swarm. Idempotent."""
+        self._network.close()
+
+
+def require_task(task: str) -> None:
+    """Raise `ConfigError` for a task that is none of `TASKS`."""
+    if task not in TASKS:
+        raise ConfigError(f"unknown task {task!r}: give {', '.join(TASKS)}")
+
+
+def _pipeline_class(task: str) -> Any:
+    return getattr(transformers, "".join(map(str.capitalize, task.split("-"))) + "Pipeline")
+
+
+def _model_names(task: str) -> set[str]:
+    """The classes that transformers uses for a task."""
+    row: Any = SUPPORTED_TASKS[task]
+    entries = [each for auto in row["pt"] for each in auto._model_mapping._model_mapping.values()]
+    return {name for entry in entries for name in ([entry] if isinstance(entry, str) else entry)}
+
+
+def _load_processor(loader: Any, folder: Path) -> Any:
+    try:
+        return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        # transformers raises exceptions of many types for files that are missing or wrong.
+        raise CorruptCheckpointError(
+            f"{folder}: no processor can be made of it ({error})"
+        ) from error
+
+
+def check_picture(given: Any) -> None:
+    """Raise `ConfigError` for a picture with more than `MAX_PIXELS`, before it is decoded.
+
+    `given` may be a path, a picture, or a sequence of these; all else is left to the pipeline.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(given, list | tuple):
+        for each in given:
+            check_picture(each)
+    elif isinstance(given, Image.Image):
+        _check_size(given.size, "the picture")
+    elif isinstance(given, str | Path) and len(str(given)) < 4096 and Path(given).is_file():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                with Image.open(given) as image:
+                    _check_size(image.size, str(given))
+        except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+            raise ConfigError(f"{given} cannot be read as a picture: {error}") from error
+
+
+def _check_size(size: tuple[int, int], name: str) -> None:
+    if size[0] * size[1] > MAX_PIXELS:
+        raise ConfigError(
+            f"{name} has {size[0]} x {size[1]} pixels; at most {MAX_PIXELS >> 20} megapixels are "
+            "taken: scale it down"
+        )

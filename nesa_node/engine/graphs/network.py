@@ -1,0 +1,231 @@
+"""A network of a checkpoint, captured as a graph: its inputs and outputs, and pieces of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from nesa_node.compression.tensors import DTYPE_NAMES
+from nesa_node.core.errors import UnsupportedFeatureError
+from nesa_node.core.ids import ModelId
+from nesa_node.engine.graphs.model_graph import RequestSizes, example_inputs, make_model
+from nesa_node.engine.graphs.piece import PieceProgram, build_piece
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
+from nesa_node.engine.weights.files import Progress
+from nesa_node.engine.weights.skeleton import ModelTensors
+from nesa_node.sharding.capture import CapturedModel, capture
+from nesa_node.sharding.graph_plan import (
+    GraphPlan,
+    SpanInterface,
+    check_plan,
+    cut_evenly,
+    find_interface,
+)
+from nesa_node.sharding.open_sizes import Sizes, as_expression
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """What a value is at certain sizes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Network:
+    """A model whose forward pass is a graph. Its weights are not in memory."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, sizes: RequestSizes) -> None:
+        """Capture the model for requests of `sizes`. Blocks the thread.
+
+        Raises as `make_model` and `capture` do.
+        """
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.sizes = sizes
+        self.model: nn.Module = make_model(checkpoint.folder, name=checkpoint.name, dtype=dtype)
+        self.captured: CapturedModel = capture(self.model, (), example_inputs(self.model, sizes))
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Arguments of the model that are tensors."""
+        return tuple(self._inputs)
+
+    @cached_property
+    def _inputs(self) -> dict[str, int | None]:
+        """For each argument that is a tensor, the value that it is; None if nothing uses it."""
+        given = example_names(self.captured.program)
+        return {name: self._places.get(node) for name, node in given.items()}
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.captured.values)}
+
+    @cached_property
+    def _metas(self) -> dict[str, Any]:
+        return {node.name: node.meta.get("val") for node in self.captured.program.graph.nodes}
+
+    def bind(self, inputs: Mapping[str, Tensor]) -> tuple[dict[int, Tensor], Sizes]:
+        """The values that a request's inputs are, and its sizes.
+
+        Raises `UnsupportedFeatureError` for other inputs than the graph has, or of other shapes.
+        """
+        if inputs.keys() != self._inputs.keys():
+            raise UnsupportedFeatureError(
+                f"{type(self.model).__name__} was captured with {', '.join(self._inputs)}, and is "
+                f"given {', '.join(inputs)}"
+            )
+        sizes = self.captured.sizes.bind([inputs[name].shape for name in self._inputs])
+        values = {}
+        for name, index in self._inputs.items():
+            if index is not None:
+                expected = self.find_shape(index, sizes).dtype
+                values[index] = inputs[name].to(expected)
+        return values, sizes
+
+    def find_shape(self, value: int, sizes: Sizes) -> TensorShape:
+        """Dtype and shape of one of the graph's values."""
+        meta = self._metas[self.captured.values[value]]
+        open_sizes = self.captured.sizes
+        shape = open_sizes.evaluate_all(tuple(map(as_expression, meta.shape)), sizes)
+        return TensorShape(meta.dtype, shape)
+
+    @cached_property
+    def example_sizes(self) -> Sizes:
+        """Sizes of the requests that the network was captured for."""
+        return self.captured.example_sizes
+
+    def find_interface(self, operations: Sequence[int]) -> SpanInterface:
+        """The values that a piece gets and gives."""
+        return find_interface(self.captured.graph, operations)
+
+    def make_output(self, values: Mapping[int, Tensor]) -> Any:
+        """What the model returns, of the graph's output values."""
+        program = self.captured.program
+        specs = program.graph_signature.output_specs
+        leaves = [getattr(spec.arg, "value", None) for spec in specs]
+        for index, spec in enumerate(specs):
+            place = self._places.get(spec.arg.name) if hasattr(spec.arg, "name") else None
+            if place is not None:
+                leaves[index] = values[place]
+        return pytree.tree_unflatten(leaves, program.call_spec.out_spec)
+
+    @cached_property
+    def outputs(self) -> tuple[int, ...]:
+        """The values that the model returns."""
+        graph = self.captured.graph
+        return tuple(index for index, value in enumerate(graph.values) if value.is_output)
+
+    def make_plan(self, count: int) -> GraphPlan:
+        """A plan of `count` pieces for equal machines. Raises `ConfigError`."""
+        pieces = cut_evenly(self.captured.graph, count)
+        return make_plan(self.captured, pieces, self.dtype, self.sizes)
+
+    def check_plan(self, plan: GraphPlan) -> None:
+        """Raise `UnsupportedFeatureError` for a plan of another graph."""
+        check_plan(plan, self.captured.graph, self.captured.digest, library_versions())
+
+    def build_piece(self, operations: Sequence[int], device: torch.device) -> PieceProgram:
+        """The code of a piece, without weights. Raises `UnsupportedFeatureError`."""
+        return build_piece(self.captured, operations, device)
+
+    def count_weight_bytes(self, operations: Iterable[int]) -> int:
+        """Bytes of the weights that these operations use."""
+        graph = self.captured.graph
+        used = {each for one in operations for each in graph.operations[one].parameters}
+        return int(sum(graph.parameter_bytes[each] for each in used))
+
+    def count_peak_bytes(self, operations: Sequence[int], sizes: Sizes) -> int:
+        """Most bytes that the values of these operations take at once, run in this order."""
+        graph = self.captured.graph
+        place = {operation: position for position, operation in enumerate(operations)}
+        change = [0] * (len(operations) + 1)
+        seen: set[int] = set()
+        for operation in operations:
+            for index in (*graph.inputs[operation], *graph.outputs[operation]):
+                if index in seen:
+                    continue
+                seen.add(index)
+                value = graph.values[index]
+                nbytes = self.find_shape(index, sizes).nbytes
+                first = 0 if value.producer is None else place.get(value.producer, 0)
+                inside = [place[each] for each in value.consumers if each in place]
+                change[first] += nbytes
+                change[max(inside, default=first) + 1] -= nbytes
+        return max(itertools.accumulate(change), default=0)
+
+    def load_weights(
+        self, program: PieceProgram, device: torch.device, progress: Progress | None = None
+    ) -> dict[str, Tensor]:
+        """Read the weights of a piece alone. Blocks the thread.
+
+        Raises `CorruptCheckpointError` and what `Checkpoint.fetch` raises.
+        """
+        names = sorted(set(program.weights.values()))
+        tensors = ModelTensors(self.checkpoint, self.model)
+        tensors.load(names, dtype=None, device=device, task="loading weights", progress=progress)
+        return tensors.take(names)
+
+
+def make_plan(
+    captured: CapturedModel,
+    pieces: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    sizes: RequestSizes,
+) -> GraphPlan:
+    """A plan with these pieces of a network that was captured so."""
+    return GraphPlan(
+        graph=captured.digest.hex(),
+        dtype=DTYPE_NAMES[dtype],  # type: ignore[arg-type]
+        batch=sizes.batch,
+        tokens=sizes.tokens,
+        image_size=sizes.image_size,
+        made_with=library_versions(),
+        pieces=tuple(map(tuple, pieces)),
+    )
+
+
+def open_plan_network(checkpoint: Checkpoint, plan: GraphPlan) -> Network:
+    """Capture a checkpoint's network as `plan` was made for. Blocks the thread.
+
+    Raises as `Network` does, and `UnsupportedFeatureError` for a plan of another graph.
+    """
+    sizes = RequestSizes(plan.batch, plan.tokens, plan.image_size)
+    network = Network(checkpoint, getattr(torch, plan.dtype), sizes)
+    network.check_plan(plan)
+    return network
+
+
+def compute_plan_id(checkpoint: Checkpoint, plan: GraphPlan) -> ModelId:
+    """Return `name@digest.plan`: nodes of one swarm have the same weights and the same plan."""
+    return ModelId(f"{compute_model_id(checkpoint)}.{plan.digest}")
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that decide what a graph looks like."""
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+
+
+def example_names(program: torch.export.ExportedProgram) -> dict[str, str]:
+    """For each argument of the captured call that is a tensor, the placeholder's name."""
+    metas = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    _, kwargs_spec = program.call_spec.in_spec.children()
+    names = kwargs_spec.context
+    given = program.graph_signature.user_inputs
+    return {
+        name: node
+        for name, node in zip(names, given, strict=True)
+        if isinstance(node, str) and isinstance(metas.get(node), torch.Tensor)
+    }

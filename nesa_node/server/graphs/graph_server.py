@@ -1,0 +1,255 @@
+"""A node's answers to requests for pieces of a network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from nesa_node.core.errors import BusyError, NesaError, ProtocolError, StreamClosedError
+from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.core.logging import get_logger
+from nesa_node.server.graphs.request_room import RequestRoom
+from nesa_node.server.graphs.served_pieces import ServedPieces
+from nesa_node.server.scheduler.batch import Executor
+from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.sharding.graph_plan import encode_plan
+from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.identity import verify_adapter_proof
+from nesa_node.swarm.p2p.tasks import TaskSet
+from nesa_node.swarm.protocol.graph_messages import (
+    MAX_PLAN_PART_BYTES,
+    GraphFailed,
+    GraphOpen,
+    GraphOpened,
+    GraphOutput,
+    GraphRun,
+    PlanPart,
+    PlanRequest,
+)
+from nesa_node.swarm.protocol.graph_values import decode_values, encode_values
+from nesa_node.swarm.protocol.messages import VERSION, Close, Closed, Leaving, Ping, Pong
+from nesa_node.swarm.protocol.stream import Stream
+
+log = get_logger(__name__)
+
+MAX_STREAMS_PER_PEER = 8
+MAX_STREAMS = 256
+MAX_RUNNING = 16
+"""Requests of one stream that may wait at once; more are not read yet."""
+BUSY_RETRY_S = 1.0
+CLOSE_GRACE_S = 1.0
+
+
+class GraphServer:
+    """Serves streams of one model's clients until it is closed."""
+
+    def __init__(
+        self,
+        swarm: Swarm,
+        model_id: ModelId,
+        pieces: ServedPieces,
+        executor: Executor,
+        room: RequestRoom,
+        *,
+        idle_timeout_s: float,
+        allow: frozenset[PeerId] = frozenset(),
+        deny: frozenset[PeerId] = frozenset(),
+        refusals: RefusalLog | None = None,
+    ) -> None:
+        """`executor` is the device's thread. The caller closes it."""
+        self.computed = 0
+        """Requests that were computed."""
+        self._swarm = swarm
+        self._model_id = model_id
+        self._pieces = pieces
+        self._executor = executor
+        self._room = room
+        self._max_request_bytes = room.peer_bytes // 2
+        self._idle_timeout_s = idle_timeout_s
+        self._allow, self._deny = allow, deny
+        self._refusals = refusals or RefusalLog()
+        self._streams: Counter[PeerId] = Counter()
+        self._drain_s = 0.0
+        self._drain_began = asyncio.Event()
+        self._running = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._handlers: set[asyncio.Task[Any]] = set()
+
+    @property
+    def streams(self) -> int:
+        return self._streams.total()
+
+    async def handle(self, peer: PeerId, reader: Any, writer: Any) -> None:
+        """Serve one incoming stream until its end; the caller closes it.
+
+        A peer's mistake is answered, never raised.
+        """
+        stream = Stream(peer, reader, writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        task.add_done_callback(self._handlers.discard)
+        try:
+            # Read before it is refused: see `SessionServer.handle`.
+            message = await receive_first_message(stream)
+            if not isinstance(message, GraphOpen | PlanRequest):
+                raise ProtocolError(
+                    "unexpected", "a stream of pieces begins with graph_open or plan_request"
+                )
+            self._check(peer, message)
+            if isinstance(message, PlanRequest):
+                await self._send_plan(stream)
+            else:
+                await self._serve(stream)
+        except StreamClosedError:
+            log.debug("stream_ended", peer=peer)
+        except ProtocolError as error:
+            self._refusals.record(peer=peer, code=error.code, reason=str(error))
+            await send_refusal(stream, error)
+
+    async def drain(self, timeout_s: float, *, idle_s: float | None = None) -> None:
+        """Refuse new requests, and wait up to `timeout_s` for those that were read."""
+        self._drain_s = timeout_s if idle_s is None else min(timeout_s, idle_s)
+        self._drain_began.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            log.warning("drain_timed_out", requests=self._running)
+
+    async def close(self) -> None:
+        """End all streams; afterwards nothing uses the pieces."""
+        if self._handlers:
+            await asyncio.wait(self._handlers, timeout=CLOSE_GRACE_S)
+        while tasks := [task for task in self._handlers if not task.done()]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def _check(self, peer: PeerId, message: GraphOpen | PlanRequest) -> None:
+        if peer in self._deny or (self._allow and peer not in self._allow):
+            raise ProtocolError("not_allowed", "this node does not serve this peer")
+        own, membership = self._swarm.identity.peer_id, self._swarm.notices.membership
+        if not verify_adapter_proof(membership, message.membership, peer, own):
+            raise ProtocolError("not_a_member", "the swarm keys of this node and its peer differ")
+        if message.model != self._model_id:
+            raise ProtocolError("wrong_model", f"this node serves {self._model_id}")
+
+    async def _send_plan(self, stream: Stream) -> None:
+        content = encode_plan(self._pieces.plan)
+        for start in range(0, len(content), MAX_PLAN_PART_BYTES):
+            part = content[start : start + MAX_PLAN_PART_BYTES]
+            await stream.send(PlanPart(total_bytes=len(content), data=part))
+
+    async def _serve(self, stream: Stream) -> None:
+        peer = stream.peer
+        if self._drain_began.is_set():
+            raise ProtocolError("draining", "this node is leaving")
+        if self._streams[peer] >= MAX_STREAMS_PER_PEER or self._streams.total() >= MAX_STREAMS:
+            raise BusyError("too many streams are open", BUSY_RETRY_S)
+        self._streams[peer] += 1
+        tasks = TaskSet()
+        try:
+            span = self._pieces.span
+            await stream.send(
+                GraphOpened(
+                    version=VERSION,
+                    blocks=(span.start, span.end),
+                    max_bytes=self._max_request_bytes,
+                )
+            )
+            tasks.start(self._tell_leaving(stream), name="graph-leaving")
+            await self._read_requests(stream, tasks)
+        finally:
+            await tasks.close()
+            self._streams[peer] -= 1
+            if not self._streams[peer]:
+                del self._streams[peer]
+
+    async def _tell_leaving(self, stream: Stream) -> None:
+        await self._drain_began.wait()
+        try:
+            await stream.send(Leaving(seconds=self._drain_s))
+        except StreamClosedError:
+            log.debug("stream_ended", peer=stream.peer)
+
+    async def _read_requests(self, stream: Stream, tasks: TaskSet) -> None:
+        turns = asyncio.Semaphore(MAX_RUNNING)
+        while True:
+            await turns.acquire()
+            try:
+                async with asyncio.timeout(self._idle_timeout_s):
+                    await stream.wait_readable()
+            except TimeoutError:
+                raise ProtocolError(
+                    "idle_timeout", f"no request came for {self._idle_timeout_s:g} s"
+                ) from None
+            await self._room.acquire(stream.peer, self._max_request_bytes)
+            held = self._max_request_bytes
+            try:
+                message, payload = await stream.receive(max_tensor_bytes=self._max_request_bytes)
+                await self._room.release(stream.peer, held - len(payload))
+                held = len(payload)
+                match message:
+                    case GraphRun():
+                        held = 0
+                        tasks.start(self._answer(stream, message, payload, turns), name="graph")
+                    case Ping():
+                        await stream.send(Pong(nonce=message.nonce, epoch=0, step=-1, busy=False))
+                        turns.release()
+                    case Close():
+                        await stream.send(Closed())
+                        return
+                    case _:
+                        raise ProtocolError("unexpected", "a stream of pieces has graph_run")
+            finally:
+                await self._room.release(stream.peer, held)
+            await self._swarm.message_budget.wait_until_paid(stream, message)
+
+    async def _answer(
+        self, stream: Stream, message: GraphRun, payload: bytearray, turns: asyncio.Semaphore
+    ) -> None:
+        self._running += 1
+        self._is_idle.clear()
+        held = len(payload)
+        try:
+            answer, content = await self._compute(stream.peer, message, payload)
+            del payload
+            await self._room.release(stream.peer, held)
+            held = 0
+            wanted = min(len(content), self._room.peer_bytes)
+            await self._room.acquire(stream.peer, wanted)
+            held = wanted
+            await stream.send(answer, content)
+        except StreamClosedError:
+            log.debug("stream_ended", peer=stream.peer)
+        finally:
+            turns.release()
+            await self._room.release(stream.peer, held)
+            self._running -= 1
+            if not self._running:
+                self._is_idle.set()
+
+    async def _compute(
+        self, peer: PeerId, message: GraphRun, payload: bytearray
+    ) -> tuple[GraphOutput | GraphFailed, bytearray]:
+        try:
+            if self._drain_began.is_set():
+                raise ProtocolError("draining", "this node is leaving")
+            if message.blocks[0] > message.blocks[1]:
+                raise ProtocolError("wrong_blocks", "pieces that end before they begin")
+            values = decode_values(message.values, payload)
+            run = partial(self._pieces.run, Span(*message.blocks), message.sizes, values)
+            made = await self._executor.run(run)
+            metas, answer = await asyncio.to_thread(encode_values, made)
+            self.computed += 1
+            return GraphOutput(request=message.request, values=metas), answer
+        except NesaError as error:
+            code = error.code if isinstance(error, ProtocolError) else "not_computed"
+            self._refusals.messages[code] += 1
+            log.debug("request_refused", peer=peer, code=code, reason=str(error))
+            failed = GraphFailed(request=message.request, code=code, message=str(error)[:1024])
+            return failed, bytearray()

@@ -1,0 +1,140 @@
+"""A span of pieces as a node serves it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from nesa_node.core.errors import InsufficientMemoryError
+from nesa_node.core.ids import Span
+from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.models import NodeConfig
+from nesa_node.core.wait_tracking import track_wait
+from nesa_node.engine.model.devices import SpanThroughput, free_memory_bytes
+from nesa_node.engine.weights.files import show_progress
+from nesa_node.server.graphs.graph_model import GraphModel
+from nesa_node.server.graphs.graph_server import GraphServer
+from nesa_node.server.graphs.request_room import RequestRoom
+from nesa_node.server.graphs.served_pieces import ServedPieces
+from nesa_node.server.node.announcer import Announcer, Capacity
+from nesa_node.server.node.served_span import ServedSpan
+from nesa_node.server.scheduler.scheduler import Scheduler
+from nesa_node.server.session.message_loop import RefusalLog
+from nesa_node.swarm.node import Swarm
+
+log = get_logger(__name__)
+
+REQUEST_SHARE = 0.5
+"""Part of the memory that weights leave free, for values of requests: a half of it for what comes
+and goes, a half for what a request needs while it is computed."""
+MIN_ROOM_BYTES = 64 << 20
+MAX_ROOM_BYTES = 8 << 30
+MEASURED_RUNS = 3
+
+
+class GraphSpan(ServedSpan):
+    """Pieces of a network."""
+
+    def __init__(
+        self,
+        pieces: ServedPieces,
+        throughput: SpanThroughput,
+        server: GraphServer,
+        scheduler: Scheduler,
+    ) -> None:
+        self.span = pieces.span
+        self.weight_bytes = pieces.weight_bytes
+        self.throughput = throughput
+        self._server = server
+        self._scheduler = scheduler
+
+    @property
+    def server(self) -> GraphServer:
+        return self._server
+
+    def capacity(self) -> Capacity:
+        """A request takes one token, and there is no cache to fill."""
+        return Capacity(
+            total_tokens=1,
+            free_tokens=1,
+            load=self._scheduler.executor.load,
+            sessions=self._server.streams,
+            tokens=self._server.computed,
+        )
+
+    def keep_speed_current(
+        self, announcer: Announcer, cache_dir: Path
+    ) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+
+@asynccontextmanager
+async def open_graph_span(
+    config: NodeConfig,
+    served: GraphModel,
+    swarm: Swarm,
+    scheduler: Scheduler,
+    span: Span,
+    *,
+    refusals: RefusalLog | None = None,
+) -> AsyncIterator[GraphSpan]:
+    """Load and measure `span`. On exit no request uses it any more.
+
+    Raises `ModelError`, `ResourceError` and `OSError`.
+    """
+    executor = scheduler.executor
+    with track_wait("weights to be loaded", blocks=(span,)):
+        pieces = await executor.run(partial(_load, served, span))
+    with track_wait("the speed to be measured", blocks=(span,)):
+        throughput = await executor.run(partial(_measure, pieces))
+    server = GraphServer(
+        swarm,
+        served.model_id,
+        pieces,
+        executor,
+        RequestRoom(pieces.max_bytes),
+        idle_timeout_s=config.idle_timeout_s,
+        allow=frozenset(config.allow_peers),
+        deny=frozenset(config.deny_peers),
+        refusals=refusals,
+    )
+    try:
+        yield GraphSpan(pieces, throughput, server, scheduler)
+    finally:
+        await server.close()
+
+
+def _load(served: GraphModel, span: Span) -> ServedPieces:
+    network, plan = served.network, served.plan
+    program = network.build_piece(plan.operations(span), served.device)
+    with show_progress() as progress:
+        weights = network.load_weights(program, served.device, progress)
+    room = int(free_memory_bytes(served.device) * REQUEST_SHARE) // 2
+    if room < MIN_ROOM_BYTES:
+        raise InsufficientMemoryError(
+            f"pieces {span} leave {room >> 20} MiB for requests, and {MIN_ROOM_BYTES >> 20} MiB "
+            "are the least: take fewer (--num-blocks)"
+        )
+    return ServedPieces(network, plan, span, weights, served.device, min(room, MAX_ROOM_BYTES))
+
+
+def _measure(pieces: ServedPieces) -> SpanThroughput:
+    """Requests a second through the span, of the sizes for which the network was captured."""
+    network, seconds = pieces.network, []
+    sizes = network.example_sizes
+    interface = network.find_interface(pieces.plan.operations(pieces.span))
+    values = {}
+    for index in interface.received:
+        expected = network.find_shape(index, sizes)
+        values[index] = torch.zeros(expected.shape, dtype=expected.dtype)
+    for _ in range(MEASURED_RUNS):
+        began = time.perf_counter()
+        pieces.run(pieces.span, sizes, values)
+        seconds.append(time.perf_counter() - began)
+    rate = 1 / max(min(seconds[1:]), 1e-6)
+    return SpanThroughput(prefill_tokens_per_s=rate, decode_tokens_per_s=rate)

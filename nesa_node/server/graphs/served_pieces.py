@@ -1,0 +1,125 @@
+"""Pieces of a network in memory, and requests that are computed with them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nesa_node.core.errors import NesaError, ProtocolError
+from nesa_node.core.ids import Span
+from nesa_node.core.logging import get_logger
+from nesa_node.core.lru_table import LruTable
+from nesa_node.engine.graphs.network import Network
+from nesa_node.engine.graphs.piece import GraphPiece
+from nesa_node.sharding.graph_plan import GraphPlan
+from nesa_node.sharding.open_sizes import Sizes
+
+log = get_logger(__name__)
+
+MAX_PROGRAMS = 32
+"""Spans within the served one whose code is kept."""
+MAX_KNOWN_SIZES = 256
+MAX_SYMBOL_VALUE = 1 << 24
+
+
+class ServedPieces:
+    """A span of a plan's pieces with its weights. All methods block the thread."""
+
+    def __init__(
+        self,
+        network: Network,
+        plan: GraphPlan,
+        span: Span,
+        weights: Mapping[str, Tensor],
+        device: torch.device,
+        max_bytes: int,
+    ) -> None:
+        """`weights` are those of the span, by name; no request may take more than `max_bytes`."""
+        self.network = network
+        self.plan = plan
+        self.span = span
+        self.device = device
+        self.max_bytes = max_bytes
+        self._weights = weights
+        self._pieces: OrderedDict[Span, GraphPiece] = OrderedDict()
+        self._peaks: LruTable[tuple[Span, Sizes], int] = LruTable(MAX_KNOWN_SIZES)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._weights.values())
+
+    def run(self, span: Span, sizes: Sizes, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Compute what `span` sends, on the CPU, of what it receives.
+
+        Raises `ProtocolError` for pieces that are not here, other values than these pieces use, and
+        requests that are too large or cannot be computed.
+        """
+        if not self.span.covers(span) or not len(span):
+            raise ProtocolError("wrong_blocks", f"this node has pieces {self.span}, not {span}")
+        piece = self._find_piece(span)
+        try:
+            self._check(piece, span, sizes, values)
+            given = [values[index].to(self.device) for index in piece.interface.received]
+            made = piece.run(given, sizes)
+            return {
+                index: tensor.cpu()
+                for index, tensor in zip(piece.interface.sent, made, strict=True)
+            }
+        except NesaError:
+            raise
+        except Exception as error:  # torch and sympy raise what they like
+            log.info("request_not_computed", span=str(span), reason=str(error))
+            reason = str(error).strip().partition("\n")[0][:300]
+            raise ProtocolError(
+                "not_computed", f"pieces {span} could not be computed: {reason}"
+            ) from None
+
+    def _find_piece(self, span: Span) -> GraphPiece:
+        if span in self._pieces:
+            self._pieces.move_to_end(span)
+            return self._pieces[span]
+        program = self.network.build_piece(self.plan.operations(span), self.device)
+        piece = GraphPiece(self.network.captured, program, self._weights)
+        self._pieces[span] = piece
+        if len(self._pieces) > MAX_PROGRAMS:
+            self._pieces.popitem(last=False)
+        return piece
+
+    def _check(
+        self, piece: GraphPiece, span: Span, sizes: Sizes, values: Mapping[int, Tensor]
+    ) -> None:
+        if len(sizes) != len(self.network.captured.sizes.symbols):
+            raise ProtocolError("bad_tensor", f"{len(sizes)} sizes, of another graph")
+        if not all(0 < size <= MAX_SYMBOL_VALUE for size in sizes):
+            raise ProtocolError("bad_tensor", f"sizes must be 1 to {MAX_SYMBOL_VALUE}")
+        if set(values) != set(piece.interface.received):
+            raise ProtocolError(
+                "bad_tensor",
+                f"pieces {span} use values {list(piece.interface.received)}, and "
+                f"{sorted(values)} came",
+            )
+        for index in piece.interface.received:
+            expected, found = self.network.find_shape(index, sizes), values[index]
+            if (found.dtype, tuple(found.shape)) != (expected.dtype, expected.shape):
+                raise ProtocolError(
+                    "bad_tensor",
+                    f"value {index} is {found.dtype} {list(found.shape)}; with these sizes it is "
+                    f"{expected.dtype} {list(expected.shape)}",
+                )
+        needed = self._find_peak(span, sizes)
+        if needed > self.max_bytes:
+            raise ProtocolError(
+                "too_large",
+                f"a request of these sizes takes {needed >> 20} MiB in pieces {span}; this node "
+                f"gives it {self.max_bytes >> 20} MiB: send a smaller batch or image",
+            )
+
+    def _find_peak(self, span: Span, sizes: Sizes) -> int:
+        peak = self._peaks.get((span, sizes), 0)
+        if not peak:
+            peak = self.network.count_peak_bytes(self.plan.operations(span), sizes)
+            self._peaks.put((span, sizes), max(peak, 1))
+        return peak

@@ -1,0 +1,118 @@
+"""Messages of streams on which nodes run pieces of networks (`docs/protocol.md`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal, get_args
+
+import msgspec
+from msgspec import Meta
+
+from nesa_node.core.errors import ProtocolError
+from nesa_node.swarm.protocol.messages import BlockRange, Message, Seconds, Version
+
+GRAPH_PROTOCOL = "/nesa/graph/1"
+MAX_VALUES = 512
+"""Of one message."""
+MAX_VALUE_DIMS = 8
+MAX_SYMBOLS = 64
+MAX_PLAN_PART_BYTES = 32 * 1024
+ALIGNMENT = 16
+"""Each value of a payload begins at a multiple of so many bytes."""
+
+ValueDtype = Literal[
+    "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"
+]
+ITEM_BYTES: Mapping[str, int] = dict(
+    zip(get_args(ValueDtype), (4, 2, 2, 8, 8, 4, 2, 1, 1, 1), strict=True)
+)
+
+Index = Annotated[int, Meta(ge=0, lt=1 << 24)]
+Size = Annotated[int, Meta(ge=0, lt=1 << 31)]
+RequestNumber = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class ValueMeta(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of a payload."""
+
+    value: Index
+    """Its index among the values of the graph."""
+    dtype: ValueDtype
+    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_VALUE_DIMS)]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+Values = Annotated[tuple[ValueMeta, ...], Meta(max_length=MAX_VALUES)]
+
+
+class GraphOpen(Message, frozen=True, kw_only=True, tag="graph_open"):
+    """Client to node: begin a stream of requests."""
+
+    version: Version
+    model: Annotated[str, Meta(max_length=256)]
+    membership: Annotated[bytes, Meta(max_length=64)] = b""
+    """In a private swarm the proof that the sender knows its key (`adapter_proof`)."""
+
+
+class GraphOpened(Message, frozen=True, kw_only=True, tag="graph_opened"):
+    """Node to client: requests are served."""
+
+    version: Version
+    blocks: BlockRange
+    """The pieces that the node holds."""
+    max_bytes: Size
+    """Of all values of a request together."""
+
+
+class PlanRequest(Message, frozen=True, kw_only=True, tag="plan_request"):
+    """Any peer to node, instead of `graph_open`: send the plan that you serve."""
+
+    model: Annotated[str, Meta(max_length=256)]
+    membership: Annotated[bytes, Meta(max_length=64)] = b""
+
+
+class PlanPart(Message, frozen=True, kw_only=True, tag="plan_part"):
+    """Node to peer: a part of its plan's JSON, in order."""
+
+    total_bytes: Size
+    data: Annotated[bytes, Meta(min_length=1, max_length=MAX_PLAN_PART_BYTES)]
+
+
+class GraphRun(Message, frozen=True, kw_only=True, tag="graph_run"):
+    """Client to node: compute pieces of these values, which are the payload."""
+
+    request: RequestNumber
+    blocks: BlockRange
+    sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_SYMBOLS)]
+    """The graph's open sizes, in the order of their names."""
+    values: Values
+
+
+class GraphOutput(Message, frozen=True, kw_only=True, tag="graph_output"):
+    """Node to client: the values that are needed elsewhere, which are the payload."""
+
+    request: RequestNumber
+    values: Values
+
+
+class GraphFailed(Message, frozen=True, kw_only=True, tag="graph_failed"):
+    """Node to client: a request was not computed. The stream goes on."""
+
+    request: RequestNumber
+    code: Annotated[str, Meta(min_length=1, max_length=64)]
+    message: Annotated[str, Meta(max_length=1024)]
+    retry_after_s: Seconds = 0.0
+
+
+def payload_bytes(values: tuple[ValueMeta, ...], *, max_bytes: int) -> int:
+    """Bytes of a payload. Raises `ProtocolError("bad_tensor")` for more than `max_bytes`."""
+    total = 0
+    for each in values:
+        total += -total % ALIGNMENT + each.nbytes
+    if total > max_bytes:
+        raise ProtocolError("bad_tensor", f"values of {total} bytes; at most {max_bytes} fit")
+    return total

@@ -1,0 +1,265 @@
+"""Pipelines over nodes that hold pieces give what transformers' pipelines give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedModel
+
+from nesa_node import SwarmPipeline
+from nesa_node.core.errors import ConfigError, UnsupportedModelError
+from nesa_node.core.ids import split_evenly
+from tests.swarms import in_process_swarm
+
+HF: Any = transformers
+WORDS = (
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "nodes",
+    "hold",
+    "blocks",
+    "of",
+    "a",
+    "model",
+)
+BERT: dict[str, Any] = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+}
+RESNET: dict[str, Any] = {
+    "model_type": "resnet",
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+    "out_features": ["stage2"],
+}
+TEXTS = ["nodes hold blocks", "a model of blocks"]
+SIZE = {"height": 32, "width": 32}
+
+
+@dataclass(frozen=True)
+class Case:
+    task: str
+    model: str
+    config: Callable[[], transformers.PreTrainedConfig]
+    processor: Callable[[], Any] | None = None
+    inputs: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
+    pieces: int = 3
+
+
+def bert(**more: Any) -> Callable[[], transformers.PreTrainedConfig]:
+    return lambda: HF.BertConfig(**BERT, **more)
+
+
+CASES = [
+    Case("text-classification", "BertForSequenceClassification", bert(), inputs=TEXTS, pieces=2),
+    Case("token-classification", "BertForTokenClassification", bert(), inputs=TEXTS),
+    Case("fill-mask", "BertForMaskedLM", bert(), inputs=["nodes [MASK] blocks"], pieces=5),
+    Case("feature-extraction", "BertModel", bert(), inputs=TEXTS),
+    Case(
+        "zero-shot-classification",
+        "BertForSequenceClassification",
+        bert(id2label={0: "entailment", 1: "neutral"}, label2id={"entailment": 0, "neutral": 1}),
+        inputs=TEXTS[0],
+        options={"candidate_labels": ["nodes", "model"], "hypothesis_template": "a {}"},
+    ),
+    Case(
+        "image-classification",
+        "ViTForImageClassification",
+        lambda: HF.ViTConfig(**VISION, num_labels=3),
+        lambda: HF.ViTImageProcessorPil(size=SIZE),
+        pieces=5,
+    ),
+    Case(
+        "image-classification",
+        "ResNetForImageClassification",
+        lambda: HF.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=3
+        ),
+        lambda: HF.ConvNextImageProcessorPil(size={"shortest_edge": 32}),
+    ),
+    Case(
+        "image-classification",
+        "ConvNextForImageClassification",
+        lambda: HF.ConvNextConfig(depths=[1, 1], hidden_sizes=[8, 16], num_stages=2, num_labels=3),
+        lambda: HF.ConvNextImageProcessorPil(size={"shortest_edge": 32}),
+        pieces=2,
+    ),
+    Case(
+        "image-classification",
+        "SwinForImageClassification",
+        lambda: HF.SwinConfig(
+            image_size=32,
+            patch_size=2,
+            embed_dim=8,
+            depths=[1, 2],
+            num_heads=[1, 2],
+            window_size=4,
+            num_labels=3,
+        ),
+        lambda: HF.ViTImageProcessorPil(size=SIZE),
+    ),
+    Case(
+        "image-feature-extraction",
+        "ViTModel",
+        lambda: HF.ViTConfig(**VISION),
+        lambda: HF.ViTImageProcessorPil(size=SIZE),
+        pieces=2,
+    ),
+    Case(
+        "object-detection",
+        "DetrForObjectDetection",
+        lambda: HF.DetrConfig(
+            backbone_config=RESNET,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            num_queries=4,
+            num_labels=3,
+        ),
+        lambda: HF.DetrImageProcessorPil(size={"shortest_edge": 64, "longest_edge": 96}),
+        options={"threshold": 0.0},
+    ),
+    Case(
+        "image-segmentation",
+        "SegformerForSemanticSegmentation",
+        lambda: HF.SegformerConfig(
+            num_encoder_blocks=2,
+            depths=[1, 1],
+            sr_ratios=[2, 1],
+            hidden_sizes=[8, 16],
+            patch_sizes=[7, 3],
+            strides=[4, 2],
+            num_attention_heads=[1, 2],
+            mlp_ratios=[2, 2],
+            decoder_hidden_size=16,
+            num_labels=3,
+        ),
+        lambda: HF.SegformerImageProcessorPil(size={"height": 64, "width": 64}),
+        pieces=5,
+    ),
+    Case(
+        "zero-shot-image-classification",
+        "CLIPModel",
+        lambda: HF.CLIPConfig(
+            text_config={
+                **BERT,
+                "num_hidden_layers": 1,
+                "eos_token_id": 3,
+                "bos_token_id": 2,
+                "pad_token_id": 0,
+            },
+            vision_config={**VISION, "num_hidden_layers": 1},
+        ),
+        lambda: HF.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=SIZE),
+        options={"candidate_labels": ["nodes", "model of blocks"]},
+    ),
+]
+
+
+def picture() -> Image.Image:
+    values = np.random.default_rng(0).integers(0, 255, (48, 64, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def save(case: Case, folder: Path) -> None:
+    torch.manual_seed(0)
+    model: PreTrainedModel = getattr(HF, case.model)(case.config())
+    model.save_pretrained(folder)
+    if case.processor is not None:
+        case.processor().save_pretrained(folder)
+    if case.processor is None or case.task.startswith("zero-shot"):
+        text = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, "[UNK]"))
+        text.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        text.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+        names = ("pad", "unk", "cls", "sep", "mask")
+        special = {f"{name}_token": f"[{name.upper()}]" for name in names}
+        tokenizer = HF.PreTrainedTokenizerFast(
+            tokenizer_object=text, model_max_length=32, **special
+        )
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def serving(case: Case, folder: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    save(case, folder / "model")
+    spans = split_evenly(case.pieces, 2)
+    options = {"pieces": case.pieces, "image_size": 32}
+    with in_process_swarm(folder / "model", spans, folder, **options) as addresses:
+        yield folder / "model", addresses
+
+
+def flatten(answer: Any) -> list[Any]:
+    """Numbers and words of an answer, in order; of pictures their pixels."""
+    if isinstance(answer, dict):
+        return [each for key in answer for each in flatten(answer[key])]
+    if isinstance(answer, list | tuple):
+        return [each for one in answer for each in flatten(one)]
+    if isinstance(answer, Image.Image):
+        return [bytes(answer.tobytes())]
+    if isinstance(answer, torch.Tensor):
+        return list(answer.flatten().tolist())
+    return [float(answer) if isinstance(answer, np.floating | float) else answer]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.task}-{case.model}")
+def test_answers_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
+    given = picture() if case.inputs is None else case.inputs
+    with serving(case, tmp_path) as (folder, addresses):
+        expected = flatten(HF.pipeline(case.task, model=str(folder))(given, **case.options))
+        with SwarmPipeline(case.task, folder, initial_peers=addresses) as remote:
+            found = flatten(remote(given, **case.options))
+    assert expected
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one == (pytest.approx(other, abs=1e-5) if isinstance(other, float) else other)
+
+
+def test_what_a_pipeline_refuses(tmp_path: Path) -> None:
+    case = CASES[5]
+    with serving(case, tmp_path) as (folder, addresses):
+        save(CASES[0], tmp_path / "tokenizer")
+        for file in (tmp_path / "tokenizer").glob("tokenizer*"):
+            file.rename(folder / file.name)
+        with pytest.raises(UnsupportedModelError, match="does not use for text-classification"):
+            SwarmPipeline("text-classification", folder, initial_peers=addresses)
+        with pytest.raises(ConfigError, match="unknown task 'guess'"):
+            SwarmPipeline("guess", folder, initial_peers=addresses)
+        with SwarmPipeline(case.task, folder, initial_peers=addresses) as remote:
+            bomb = tmp_path / "bomb.png"
+            Image.new("1", (10_000, 10_000)).save(bomb)
+            with pytest.raises(ConfigError, match="10000 x 10000 pixels; at most 64 megapixels"):
+                remote(str(bomb))
+            (tmp_path / "none.png").write_bytes(b"no picture")
+            with pytest.raises(ConfigError, match="cannot be read as a picture"):
+                remote(str(tmp_path / "none.png"))
+            assert len(remote(picture())) == 3

@@ -1,0 +1,68 @@
+"""Nodes with pieces that die or leave while requests are on their way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nesa_node import RemoteNetwork
+from nesa_node.cli.services.local_swarm import LocalNode
+from nesa_node.core.ids import Span
+from tests.e2e.test_networks import inputs, save
+from tests.swarms import daemons
+
+PIECES = 4
+
+
+@pytest.mark.parametrize("ending", ["kill", "terminate"])
+@torch.no_grad()
+def test_requests_go_on_where_a_node_ends(ending: str, tmp_path: Path) -> None:
+    """Both pieces' first nodes end, one after another, while eight threads send requests."""
+    model: Any = save("ViTForImageClassification", tmp_path / "model")
+    flags = ("--pieces", str(PIECES), "--image-size", "32")
+    with ExitStack() as stack:
+        swarm = stack.enter_context(daemons(tmp_path / "model", tmp_path, *flags))
+        halves = [Span(0, 2), Span(2, PIECES)]
+        nodes = swarm.start_all([*halves, *halves])
+        end: Callable[[LocalNode], None] = getattr(swarm, ending)
+        remote = stack.enter_context(
+            RemoteNetwork.from_pretrained(
+                tmp_path / "model", initial_peers=nodes[3].addresses, recovery_timeout_s=30
+            )
+        )
+        given = [inputs(model, batch) for batch in range(1, 5)]
+        expected = [model(**each).logits for each in given]
+        assert torch.allclose(remote(**given[0]).logits, expected[0], atol=1e-5)
+        stopping, counts = threading.Event(), [0] * 8
+
+        def send(number: int) -> None:
+            while not stopping.is_set():
+                at = (counts[number] + number) % len(given)
+                found = remote(**given[at]).logits
+                assert torch.allclose(found, expected[at], atol=1e-5)
+                counts[number] += 1
+
+        with ThreadPoolExecutor(len(counts)) as pool:
+            sending = [pool.submit(send, number) for number in range(len(counts))]
+            try:
+                for node in (nodes[0], nodes[1]):
+                    before = sum(counts)
+                    end(node)
+                    deadline = time.monotonic() + 40
+                    while sum(counts) < before + 200:
+                        assert time.monotonic() < deadline, "no requests were answered any more"
+                        assert not any(each.done() for each in sending)
+                        time.sleep(0.05)
+            finally:
+                stopping.set()
+            for each in sending:
+                each.result()
+        assert min(counts) > 10
