@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 LOADERS = frozenset({"from_pretrained", "from_config", "pipeline"})
 RUNS_NO_CODE = frozenset(
     {"AutoDistributedModelForCausalLM", "GenerationConfig", "PeftConfig", "PeftModel"}
-    | {"diffusion_class"}
+    | {"RemoteNetwork", "diffusion_class"}
 )
-"""The first is ours, the second reads numbers, PEFT's read a config and weights, and a class of
+"""The first is ours, as is `RemoteNetwork`; the second reads numbers, PEFT's read a config and weights, and a class of
 diffusers reads the numbers of the config it is given."""
 
 

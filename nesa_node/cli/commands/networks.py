@@ -208,11 +208,15 @@ def task(
         token=secret_text(config.token),
         cache_dir=config.cache_dir,
         swarm_key=secret_text(config.swarm_key),
-    ) as pipeline:
+    ) as answering:
         save_last_swarm(config, model)
         answers: list[Any] = []
         for each in inputs:
-            answer = save_pictures(pipeline(each, **more), each)
+            try:
+                answer = save_pictures(answering(each, **more), each)
+            except (ValueError, TypeError, OSError) as error:  # transformers' own
+                reason = str(error).strip().partition("\n")[0]
+                raise ConfigError(f"{each}: {reason}") from error
             if not as_json:
                 print_answer(each, answer, sys.stdout)
             answers.append({"input": each, "answer": plain(answer)})

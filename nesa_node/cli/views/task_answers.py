@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from PIL import Image
 
 from nesa_node.core.errors import OutputError
 from nesa_node.core.logging import escape_text
@@ -23,7 +22,7 @@ def save_pictures(answer: Any, given: str) -> Any:
 
     def replace(each: Any) -> Any:
         nonlocal count
-        if isinstance(each, Image.Image):
+        if hasattr(each, "save") and hasattr(each, "size"):  # a picture, of Pillow
             count += 1
             path = f"{stem}.{count}.png"
             try:

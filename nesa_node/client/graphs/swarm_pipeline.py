@@ -12,7 +12,12 @@ from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedMod
 from transformers.pipelines import SUPPORTED_TASKS
 
 from nesa_node.client.graphs.remote_network import RemoteNetwork
-from nesa_node.core.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
+from nesa_node.core.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    UnsupportedModelError,
+    is_installed,
+)
 from nesa_node.engine.weights.files import check_side_files
 from nesa_node.engine.weights.tokenizer import load_tokenizer
 
@@ -82,13 +87,13 @@ class SwarmPipeline:
 
     def _make_pipeline(self, task: str, options: dict[str, Any]) -> Any:
         name = self._network.checkpoint.name
-        parts = self._load_parts(task)
         model = self._network.connection.network.model
         assert isinstance(model, PreTrainedModel)
         if type(model).__name__ not in _model_names(task):
             raise UnsupportedModelError(
                 f"{name} is a {type(model).__name__}, which transformers does not use for {task}"
             )
+        parts = self._load_parts(task)
         stand_in: Any = model
         stand_in.forward = self._forward
         return _pipeline_class(task)(
@@ -132,9 +137,11 @@ class SwarmPipeline:
 
 
 def require_task(task: str) -> None:
-    """Raise `ConfigError` for a task that is none of `TASKS`."""
+    """Raise `ConfigError` for a task that is none of `TASKS`, and of pictures without Pillow."""
     if task not in TASKS:
         raise ConfigError(f"unknown task {task!r}: give {', '.join(TASKS)}")
+    if _pipeline_class(task)._load_image_processor and not is_installed("PIL"):
+        raise ConfigError(f"{task} needs Pillow: pip install 'nesa-node[images]'")
 
 
 def _pipeline_class(task: str) -> Any:
@@ -163,6 +170,8 @@ def check_picture(given: Any) -> None:
 
     `given` may be a path, a picture, or a sequence of these; all else is left to the pipeline.
     """
+    if not is_installed("PIL"):
+        return
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(given, list | tuple):
