@@ -251,13 +251,15 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
 def is_language_model(folder: Path, *, name: str) -> bool:
     """Whether a checkpoint is, by its config, a causal decoder of a family in `FAMILIES`.
 
-    Where its config names no architecture it is. Raises as `read_raw_config` does.
+    Its config may name no architecture, or the model without a head; a model for something else
+    (`LlamaForSequenceClassification`) is none. Raises as `read_raw_config` does.
     """
     raw = read_raw_config(folder, name=name)
     kind, named = raw.get("model_type"), raw.get("architectures")
     if not isinstance(kind, str) or kind not in FAMILIES:
         return False
-    return not isinstance(named, list) or not named or "ForCausalLM" in str(named[0])
+    name_of_class = str(named[0]) if isinstance(named, list) and named else ""
+    return "For" not in name_of_class or "ForCausalLM" in name_of_class
 
 
 def read_network_config(folder: Path, *, name: str) -> PreTrainedConfig:
