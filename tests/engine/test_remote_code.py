@@ -20,8 +20,8 @@ RUNS_NO_CODE = frozenset(
     {"AutoDistributedModelForCausalLM", "GenerationConfig", "PeftConfig", "PeftModel"}
     | {"RemoteNetwork", "diffusion_class"}
 )
-"""The first is ours, as is `RemoteNetwork`; the second reads numbers, PEFT's read a config and weights, and a class of
-diffusers reads the numbers of the config it is given."""
+"""Ours (the first and `RemoteNetwork`), readers of numbers and weights, and a class of diffusers,
+which reads the numbers of the config it is given."""
 
 
 def loading_calls() -> Iterator[tuple[str, ast.Call]]:

@@ -251,8 +251,8 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
 def is_language_model(folder: Path, *, name: str) -> bool:
     """Whether a checkpoint is, by its config, a causal decoder of a family in `FAMILIES`.
 
-    Its config may name no architecture, or the model without a head; a model for something else
-    (`LlamaForSequenceClassification`) is none. Raises as `read_raw_config` does.
+    Its config may name no architecture, or the model without a head; a model with a head for
+    something else is none. Raises as `read_raw_config` does.
     """
     raw = read_raw_config(folder, name=name)
     kind, named = raw.get("model_type"), raw.get("architectures")
