@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import Tensor
 
@@ -20,9 +18,9 @@ from nesa_node.client.graphs.graph_link import GraphLink, open_graph_link
 from nesa_node.client.routing.node_selection import NodeSelector
 from nesa_node.client.routing.planner import ChainPlanner
 from nesa_node.client.routing.request import ConnectionOptions, RouteRequest
+from nesa_node.client.session.connection import join_as_client
 from nesa_node.core.errors import (
     BusyError,
-    ConfigError,
     MissingBlocksError,
     ModelMismatchError,
     NesaError,
@@ -39,8 +37,7 @@ from nesa_node.routing.chains import Hop
 from nesa_node.sharding.graph_plan import GraphPlan, SpanInterface
 from nesa_node.sharding.open_sizes import Sizes
 from nesa_node.swarm.graph_plans import fetch_plan, find_plans
-from nesa_node.swarm.node import Swarm, open_swarm
-from nesa_node.swarm.p2p.identity import Identity
+from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.graph_messages import ALIGNMENT
 
@@ -275,25 +272,8 @@ async def open_graph_connection(
     Raises the `SwarmError`s of `open_swarm`, `ConfigError` without initial peers,
     `MissingBlocksError` where no node serves it, and what capturing the network raises.
     """
-    if not options.initial_peers:
-        raise ConfigError(
-            "initial_peers is needed: the address of any member of the swarm "
-            "(`nesa-node run` prints the one of a new swarm)"
-        )
     async with AsyncExitStack() as stack:
-        if options.identity_path is not None:
-            identity = Identity.load_or_create(options.identity_path)
-        else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nesa-client-"))
-            identity = Identity.ephemeral(Path(folder))
-        swarm = await stack.enter_async_context(
-            open_swarm(
-                identity,
-                initial_peers=options.initial_peers,
-                swarm_key=options.swarm_key,
-                listen=False,
-            )
-        )
+        swarm = await stack.enter_async_context(join_as_client(options))
         model_id, plan, network = await _find_network(swarm, checkpoint, options)
         connection = GraphConnection(swarm, model_id, network, plan, options)
         stack.push_async_callback(connection.close)

@@ -312,6 +312,33 @@ class RemoteConnection:
 
 
 @asynccontextmanager
+async def join_as_client(options: ConnectionOptions) -> AsyncIterator[Swarm]:
+    """Join a swarm without listening, by the identity of `options` or a new one.
+
+    Raises the `SwarmError`s of `open_swarm`, and `ConfigError` without initial peers.
+    """
+    if not options.initial_peers:
+        raise ConfigError(
+            "initial_peers is needed: the address of any member of the swarm, such as "
+            'initial_peers=["192.0.2.7:31330"] (`nesa-node run` prints the one of a new swarm)'
+        )
+    async with AsyncExitStack() as stack:
+        if options.identity_path is not None:
+            identity = Identity.load_or_create(options.identity_path)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nesa-client-"))
+            identity = Identity.ephemeral(Path(folder))
+        yield await stack.enter_async_context(
+            open_swarm(
+                identity,
+                initial_peers=options.initial_peers,
+                swarm_key=options.swarm_key,
+                listen=False,
+            )
+        )
+
+
+@asynccontextmanager
 async def open_connection(
     checkpoint: Checkpoint,
     options: ConnectionOptions,
@@ -326,25 +353,8 @@ async def open_connection(
     policy = None
     if options.require_attestation is not None:
         policy = await asyncio.to_thread(read_policy, options.require_attestation)
-    if not options.initial_peers:
-        raise ConfigError(
-            "initial_peers is needed: the address of any member of the swarm, such as "
-            'initial_peers=["192.0.2.7:31330"] (`nesa-node run` prints the one of a new swarm)'
-        )
     async with AsyncExitStack() as stack:
-        if options.identity_path is not None:
-            identity = Identity.load_or_create(options.identity_path)
-        else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nesa-client-"))
-            identity = Identity.ephemeral(Path(folder))
-        swarm = await stack.enter_async_context(
-            open_swarm(
-                identity,
-                initial_peers=options.initial_peers,
-                swarm_key=options.swarm_key,
-                listen=False,
-            )
-        )
+        swarm = await stack.enter_async_context(join_as_client(options))
         request = RouteRequest(
             model_id=await asyncio.to_thread(compute_model_id, checkpoint),
             span=Span(0, checkpoint.num_blocks),

@@ -66,7 +66,7 @@ class Network:
     @cached_property
     def _inputs(self) -> dict[str, int | None]:
         """For each argument that is a tensor, the value that it is; None if nothing uses it."""
-        given = example_names(self.captured.program)
+        given = _input_nodes(self.captured.program)
         return {name: self._places.get(node) for name, node in given.items()}
 
     @cached_property
@@ -102,7 +102,7 @@ class Network:
         shape = open_sizes.evaluate_all(tuple(map(as_expression, meta.shape)), sizes)
         return TensorShape(meta.dtype, shape)
 
-    @cached_property
+    @property
     def example_sizes(self) -> Sizes:
         """Sizes of the requests that the network was captured for."""
         return self.captured.example_sizes
@@ -218,7 +218,7 @@ def library_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
 
 
-def example_names(program: torch.export.ExportedProgram) -> dict[str, str]:
+def _input_nodes(program: torch.export.ExportedProgram) -> dict[str, str]:
     """For each argument of the captured call that is a tensor, the placeholder's name."""
     metas = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     _, kwargs_spec = program.call_spec.in_spec.children()

@@ -251,15 +251,15 @@ async def _decoder_services(
 ) -> AsyncIterator[list[Coroutine[Any, Any, None]]]:
     """Serve what clients of a language model ask for beside sessions; yields what is to run."""
     config, swarm, served = runner.config, runner.swarm, runner.served
-    allowed = frozenset(config.allow_peers), frozenset(config.deny_peers)
+    allow, deny = frozenset(config.allow_peers), frozenset(config.deny_peers)
     await swarm.transport.serve(ADAPTER_PROTOCOL, adapters.handle)
     attestation = AttestationServer(
         swarm,
         served.model_id,
         quotes,
         runner.find_served_weights,
-        allow=allowed[0],
-        deny=allowed[1],
+        allow=allow,
+        deny=deny,
         refusals=runner.refusals,
     )
     await swarm.transport.serve(ATTEST_PROTOCOL, attestation.handle)
@@ -270,8 +270,8 @@ async def _decoder_services(
         find_span=runner.find_served_span,
         find_addresses=partial(swarm.directory.addresses, served.model_id, served.num_blocks),
         report_wrong=partial(_report_wrong, swarm, served.model_id),
-        allow=allowed[0],
-        deny=allowed[1],
+        allow=allow,
+        deny=deny,
         refusals=runner.refusals,
     )
     await swarm.transport.serve(EVIDENCE_PROTOCOL, openings.handle)
