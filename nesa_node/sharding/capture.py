@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
 from nesa_node.core.errors import UnsupportedFeatureError
@@ -34,6 +35,10 @@ _PASSED_ON = frozenset(
     ("alias", "clone", "contiguous", "detach", "dropout", "flatten", "reshape", "to", "type_as")
 )
 """Kernels which mostly give their input again, that torch does not call views."""
+
+_MAX_SIZE_OPERATIONS = 32
+"""In the expression of one size. Networks that leave all sizes open need 12 at most; Swin, which
+pads to windows at each depth, needs hundreds, and sympy minutes to compare them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +106,28 @@ def _export(
     with torch.no_grad(), warnings.catch_warnings():
         # Of torch about itself, and of models about being traced.
         warnings.simplefilter("ignore")
-        program = torch.export.export(module, args, kwargs, dynamic_shapes=spec, strict=False)
+        with _LimitedSizes():
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=spec, strict=False)
         if any(_is_mutating(node) for node in program.graph.nodes):
             program = program.run_decompositions({})
     return program
+
+
+class _LimitedSizes(TorchDispatchMode):
+    """Raises `UnsupportedFeatureError` where sizes become long expressions of the open ones."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in pytree.tree_leaves(result):
+            for size in each.shape if isinstance(each, torch.Tensor) else ():
+                expression = as_expression(size)
+                if isinstance(expression, int):
+                    continue
+                if expression.count_ops() > _MAX_SIZE_OPERATIONS:
+                    raise UnsupportedFeatureError(f"a size follows of the open ones by {expression}")
+        return result
 
 
 def _with_batch(inputs: _Inputs) -> _Inputs:

@@ -62,3 +62,23 @@ def test_a_digest_is_of_the_graph() -> None:
     one, same = (capture(Halving(), (torch.zeros(1, 6, 8), torch.zeros(1, 8))) for _ in range(2))
     assert one.digest == same.digest
     assert capture(InPlace(), (torch.zeros(2, 3),)).digest != one.digest
+
+
+class Windows(nn.Module):
+    """Pads to windows of several widths in turn, as Swin does at its depths."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        for width in (4, 3, 5, 7):
+            missing = (width - values.shape[1] % width) % width
+            values = nn.functional.pad(values, (0, missing))
+            values = values.view(values.shape[0], -1, width).transpose(1, 2).flatten(1)[:, 1:]
+        return values
+
+
+def test_sizes_that_become_long_expressions_are_fixed() -> None:
+    """sympy would compare them for minutes; the batch stays open."""
+    captured = capture(Windows(), (torch.zeros(1, 50),))
+    assert len(captured.sizes.symbols) == 1
+    assert captured.sizes.bind([(3, 50)]) == (3,)
+    with pytest.raises(UnsupportedFeatureError, match="captured for"):
+        captured.sizes.bind([(3, 51)])

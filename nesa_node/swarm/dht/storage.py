@@ -112,7 +112,8 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
         records = self._records(key)
         known = None if records is None else records.get(subkey)
         if known is not None and known.expiration_time >= expiration_time:
-            return False
+            # The same record may come from its author and from those that pass it on.
+            return bool(known.value == value and known.expiration_time == expiration_time)
         bounds = _notice_bounds(value)
         if bounds is None and known is None:
             self._note_shard(key, value)

@@ -39,6 +39,15 @@ def test_replayed_older_record_does_not_shorten_the_life_of_a_newer(
     assert found is None or "p" not in found.value
 
 
+def test_a_record_that_is_there_is_kept(storage: BoundedStorage) -> None:
+    """A node that holds an adapter passes the author's notice on before the author stores it."""
+    now = time.time()
+    assert storage.store_subkey(KEY, "p", b"record", now + 60)
+    assert storage.store_subkey(KEY, "p", b"record", now + 60)
+    assert not storage.store_subkey(KEY, "p", b"another", now + 60)
+    assert not storage.store_subkey(KEY, "p", b"record", now + 50)
+
+
 def test_replays_take_no_memory(storage: BoundedStorage) -> None:
     now = time.time()
     for index in range(5000):
