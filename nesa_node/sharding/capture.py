@@ -106,14 +106,14 @@ def _export(
     with torch.no_grad(), warnings.catch_warnings():
         # Of torch about itself, and of models about being traced.
         warnings.simplefilter("ignore")
-        with _LimitedSizes():
+        with _LimitedSizes():  # type: ignore[no-untyped-call]
             program = torch.export.export(module, args, kwargs, dynamic_shapes=spec, strict=False)
         if any(_is_mutating(node) for node in program.graph.nodes):
             program = program.run_decompositions({})
     return program
 
 
-class _LimitedSizes(TorchDispatchMode):
+class _LimitedSizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises `UnsupportedFeatureError` where sizes become long expressions of the open ones."""
 
     def __torch_dispatch__(
@@ -126,7 +126,7 @@ class _LimitedSizes(TorchDispatchMode):
                 if isinstance(expression, int):
                     continue
                 if expression.count_ops() > _MAX_SIZE_OPERATIONS:
-                    raise UnsupportedFeatureError(f"a size follows of the open ones by {expression}")
+                    raise UnsupportedFeatureError(f"a size follows of others by {expression}")
         return result
 
 
