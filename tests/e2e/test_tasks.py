@@ -197,7 +197,7 @@ def save(case: Case, folder: Path) -> None:
     model.save_pretrained(folder)
     if case.processor is not None:
         case.processor().save_pretrained(folder)
-    if case.processor is None or case.task.startswith("zero-shot"):
+    if case.processor is None or case.task.startswith("zero-shot") or case.task.endswith("to-text"):
         text = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, "[UNK]"))
         text.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         text.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))

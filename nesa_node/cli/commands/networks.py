@@ -177,10 +177,21 @@ def task(
             help="A possible answer of the zero-shot tasks; may be repeated.",
         ),
     ] = (),
+    question: Annotated[
+        tuple[str, ...],
+        Parameter(
+            metavar="QUESTION",
+            negative=(),
+            show_default=False,
+            help="For question-answering, about each of INPUTS; may be repeated.",
+        ),
+    ] = (),
     as_json: JsonFlag = False,
     flags: Flags["TaskConfig"] | None = None,
 ) -> int:
-    """Have a network in the swarm classify, detect, segment or embed INPUTS, one after another.
+    """Have a network in the swarm work on INPUTS, one after another.
+
+    It classifies, detects, segments, embeds, translates, summarizes, captions or answers.
 
     The network is one that nodes serve in pieces (`nesa-node run MODEL`).
     """
@@ -191,6 +202,8 @@ def task(
         raise ConfigError("INPUTS are missing: a text, or the file of a picture")
     if name.startswith("zero-shot") != bool(label):
         raise ConfigError("--label is for the zero-shot tasks, which need it")
+    if (name == "question-answering") != bool(question):
+        raise ConfigError("--question is for question-answering, which needs it")
     from nesa_node.cli.client_model import resolve_initial_peers, save_last_swarm
     from nesa_node.core.settings.declaration import secret_text
 
@@ -213,7 +226,10 @@ def task(
         answers: list[Any] = []
         for each in inputs:
             try:
-                answer = save_pictures(answering(each, **more), each)
+                if question:
+                    answer: Any = [answering(question=one, context=each) for one in question]
+                else:
+                    answer = save_pictures(answering(each, **more), each)
             except (ValueError, TypeError, OSError) as error:  # transformers' own
                 reason = str(error).strip().partition("\n")[0]
                 raise ConfigError(f"{each}: {reason}") from error

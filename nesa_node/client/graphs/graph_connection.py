@@ -53,14 +53,25 @@ TEMPORARY_CODES = frozenset({"draining", "wrong_blocks"})
 
 
 @dataclass(slots=True)
+class KeptValues:
+    """What requests that differ in their `changing` inputs alone compute once.
+
+    The pieces of an encoder so run for the first token, and the decoder's for each.
+    """
+
+    changing: frozenset[str]
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class _Progress:
     """A request on its way."""
 
     sizes: Sizes
     values: dict[int, Tensor]
     """What is computed so far and still needed."""
-    position: int = 0
-    """The next piece."""
+    pieces: list[int]
+    """Those that are still to run, in order."""
     num_not_computed: int = 0
     deadline: float = field(default_factory=time.monotonic)
 
@@ -104,6 +115,12 @@ class GraphConnection:
         self._link_locks: dict[PeerId, asyncio.Lock] = {}
         self._tasks = TaskSet()
         self._interfaces: dict[Span, SpanInterface] = {}
+        self._place = {
+            operation: piece
+            for piece, operations in enumerate(plan.pieces)
+            for operation in operations
+        }
+        """The piece of each operation."""
         self._last_use = self._find_last_uses()
 
     @property
@@ -115,38 +132,67 @@ class GraphConnection:
         await self._tasks.close()
         await self._planner.close()
 
-    async def run(self, inputs: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    async def run(
+        self, inputs: Mapping[str, Tensor], kept: KeptValues | None = None
+    ) -> dict[int, Tensor]:
         """The network's output values for these inputs.
+
+        With `kept`, of an earlier request with the same inputs but for the changing ones, only the
+        pieces run that depend on those; what the remaining ones give is kept there.
 
         Raises `UnsupportedFeatureError` for inputs that the network was not captured for,
         `MissingBlocksError` where pieces have no node, `BusyError`, and `RemoteError` for what no
         node computes.
         """
         values, sizes = self.network.bind(inputs)
-        progress = _Progress(sizes, values)
+        fixed: frozenset[int] = frozenset()
+        if kept is not None:
+            fixed = self.network.find_fixed_values(kept.changing)
+            values |= kept.values
+        progress = _Progress(sizes, values, self._find_pieces(values))
         self._extend(progress)
-        while progress.position < len(self.plan.pieces):
-            await self._advance(progress)
+        while progress.pieces:
+            made = await self._advance(progress)
+            if kept is not None:
+                kept.values |= {index: made[index] for index in made.keys() & fixed}
         return {index: progress.values[index] for index in self.network.outputs}
+
+    def _find_pieces(self, known: Mapping[int, Tensor]) -> list[int]:
+        """The pieces that a request needs where some values are known, in order."""
+        needed: set[int] = set()
+        wanted = [index for index in self.network.outputs if index not in known]
+        while wanted:
+            producer = self.network.captured.graph.values[wanted.pop()].producer
+            assert producer is not None  # else it is an input, which is known
+            piece = self._place[producer]
+            if piece not in needed:
+                needed.add(piece)
+                received = self._find_interface(Span(piece, piece + 1)).received
+                wanted += [index for index in received if index not in known]
+        return sorted(needed)
 
     def _extend(self, progress: _Progress) -> None:
         progress.deadline = time.monotonic() + self._options.recovery_timeout_s
 
-    async def _advance(self, progress: _Progress) -> None:
-        """Run the request through its next node, or note why that failed."""
+    async def _advance(self, progress: _Progress) -> dict[int, Tensor]:
+        """Run the request through its next node, or note why that failed; what it gave."""
         hop = await self._next_hop(progress)
-        span = Span(progress.position, hop.span.end)
+        start = end = progress.pieces[0]
+        while end < hop.span.end and end in progress.pieces:
+            end += 1
+        span = Span(start, end)
         try:
             link = await self._find_link(hop.peer_id)
             made = await self._run_at(link, span, progress)
         except (PeerUnreachableError, ProtocolError) as error:
             await self._note_failure(hop.peer_id, error, progress)
-            return
+            return {}
         self._extend(progress)
         progress.values |= made
-        progress.position = span.end
+        del progress.pieces[: len(span)]
         for index in [each for each in progress.values if self._last_use[each] < span.end]:
             del progress.values[index]
+        return made
 
     async def _run_at(self, link: GraphLink, span: Span, progress: _Progress) -> dict[int, Tensor]:
         interface = self._find_interface(span)
@@ -183,19 +229,19 @@ class GraphConnection:
         self._hops = ()
         if time.monotonic() >= progress.deadline:
             raise error
-        log.info("request_retried", peer=peer, reason=str(error), position=progress.position)
+        log.info("request_retried", peer=peer, reason=str(error), position=progress.pieces[0])
         if isinstance(error, BusyError):
             await asyncio.sleep(min(max(error.retry_after_s, RETRY_PAUSE_S), 5.0))
 
     async def _next_hop(self, progress: _Progress) -> Hop:
         """The node for the next piece. Waits for one until the request's deadline."""
+        piece = progress.pieces[0]
         while True:
             try:
                 for hop in await self._plan_hops():
-                    if hop.span.start <= progress.position < hop.span.end:
+                    if hop.span.start <= piece < hop.span.end:
                         return hop
-                missing = progress.position, progress.position + 1
-                raise MissingBlocksError((missing,), f"no node serves piece {missing[0]}")
+                raise MissingBlocksError(((piece, piece + 1),), f"no node serves piece {piece}")
             except MissingBlocksError:
                 if time.monotonic() >= progress.deadline:
                     raise
@@ -239,17 +285,11 @@ class GraphConnection:
 
     def _find_last_uses(self) -> list[int]:
         """For each value the last piece that uses it; beyond all for what the network returns."""
-        graph = self.network.captured.graph
-        place = {
-            operation: piece
-            for piece, operations in enumerate(self.plan.pieces)
-            for operation in operations
-        }
         return [
             len(self.plan.pieces)
             if value.is_output
-            else max((place[each] for each in value.consumers), default=-1)
-            for value in graph.values
+            else max((self._place[each] for each in value.consumers), default=-1)
+            for value in self.network.captured.graph.values
         ]
 
     def _mean_boundary_values(self) -> int:

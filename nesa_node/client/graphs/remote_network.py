@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nesa_node.client.graphs.graph_connection import GraphConnection, open_graph_connection
+from nesa_node.client.graphs.graph_connection import (
+    GraphConnection,
+    KeptValues,
+    open_graph_connection,
+)
 from nesa_node.client.model.loop_thread import HeldContext, LoopThread
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.core.errors import ConfigError
@@ -97,6 +101,10 @@ class RemoteNetwork:
         Inputs that the network was captured with and that are missing get what they mostly are:
         masks ones, token types zeros. Raises as `GraphConnection.run` does.
         """
+        return self.run(inputs)
+
+    def run(self, inputs: Mapping[str, Any], kept: KeptValues | None = None) -> Any:
+        """The same, with what earlier requests of these inputs kept (`GraphConnection.run`)."""
         connection = self.connection
         network = connection.network
         given = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -108,7 +116,7 @@ class RemoteNetwork:
         for name in network.input_names:
             if name not in given:
                 given[name] = _default_input(name, given)
-        values = self._loop.run(connection.run(given))
+        values = self._loop.run(connection.run(given, kept))
         return network.make_output(values)
 
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedModel
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
 from transformers.pipelines import SUPPORTED_TASKS
 
+from nesa_node.client.graphs.remote_generation import make_generator
 from nesa_node.client.graphs.remote_network import RemoteNetwork
+from nesa_node.client.graphs.task_pipelines import (
+    ImageToTextPipeline,
+    QuestionAnsweringPipeline,
+    TextToTextPipeline,
+)
 from nesa_node.core.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -28,12 +41,24 @@ TASKS = (
     "image-classification",
     "image-feature-extraction",
     "image-segmentation",
+    "image-to-text",
     "object-detection",
+    "question-answering",
+    "summarization",
     "text-classification",
     "token-classification",
+    "translation",
     "zero-shot-classification",
     "zero-shot-image-classification",
 )
+OWN_PIPELINES: dict[str, Any] = {
+    "image-to-text": ImageToTextPipeline,
+    "question-answering": QuestionAnsweringPipeline,
+    "summarization": TextToTextPipeline,
+    "translation": TextToTextPipeline,
+}
+"""Of tasks that transformers 5 has none for."""
+GENERATING_TASKS = frozenset({"image-to-text", "summarization", "translation"})
 MAX_PIXELS = 1 << 26
 """Of a picture, 64 megapixels: a few kilobytes of PNG may stand for gigabytes."""
 
@@ -64,6 +89,7 @@ class SwarmPipeline:
     ) -> None:
         """Join the swarm that serves `model` (a folder or hub name) in pieces.
 
+        A translation may name its languages, as transformers' tasks do: translation_en_to_fr.
         `options` are transformers' own of this pipeline. Requests wait `recovery_timeout_s` for
         nodes. Raises `ConfigError` for a task or model that does not fit, and what
         `RemoteNetwork` raises.
@@ -80,12 +106,12 @@ class SwarmPipeline:
             recovery_timeout_s=recovery_timeout_s,
         )
         try:
-            self._pipeline = self._make_pipeline(task, options)
+            self._pipeline = self._make_pipeline(plain_task(task), task, options)
         except BaseException:
             self.close()
             raise
 
-    def _make_pipeline(self, task: str, options: dict[str, Any]) -> Any:
+    def _make_pipeline(self, task: str, full_task: str, options: dict[str, Any]) -> Any:
         name = self._network.checkpoint.name
         model = self._network.connection.network.model
         assert isinstance(model, PreTrainedModel)
@@ -95,9 +121,12 @@ class SwarmPipeline:
             )
         parts = self._load_parts(task)
         stand_in: Any = model
-        stand_in.forward = self._forward
+        if task in GENERATING_TASKS:
+            stand_in = make_generator(self._network)
+        else:
+            stand_in.forward = self._forward
         return _pipeline_class(task)(
-            model=model, task=task, device=model.device, **parts, **options
+            model=stand_in, task=full_task, device=model.device, **parts, **options
         )
 
     def _forward(self, **inputs: Any) -> Any:
@@ -138,20 +167,37 @@ class SwarmPipeline:
 
 def require_task(task: str) -> None:
     """Raise `ConfigError` for a task that is none of `TASKS`, and of pictures without Pillow."""
-    if task not in TASKS:
+    if plain_task(task) not in TASKS:
         raise ConfigError(f"unknown task {task!r}: give {', '.join(TASKS)}")
-    if _pipeline_class(task)._load_image_processor and not is_installed("PIL"):
+    if _pipeline_class(plain_task(task))._load_image_processor and not is_installed("PIL"):
         raise ConfigError(f"{task} needs Pillow: pip install 'nesa-node[images]'")
 
 
+def plain_task(task: str) -> str:
+    """The task without languages: of translation_en_to_fr translation."""
+    return "translation" if re.fullmatch("translation_[a-z]+_to_[a-z]+", task) else task
+
+
 def _pipeline_class(task: str) -> Any:
+    if task in OWN_PIPELINES:
+        return OWN_PIPELINES[task]
     return getattr(transformers, "".join(map(str.capitalize, task.split("-"))) + "Pipeline")
 
 
 def _model_names(task: str) -> set[str]:
     """The classes that transformers uses for a task."""
-    row: Any = SUPPORTED_TASKS[task]
-    entries = [each for auto in row["pt"] for each in auto._model_mapping._model_mapping.values()]
+    autos: Any
+    match task:
+        case "image-to-text":
+            return {"VisionEncoderDecoderModel"}
+        case "question-answering":
+            autos = (AutoModelForQuestionAnswering,)
+        case "summarization" | "translation":
+            autos = (AutoModelForSeq2SeqLM,)
+        case _:
+            row: Any = SUPPORTED_TASKS[task]
+            autos = row["pt"]
+    entries = [each for auto in autos for each in auto._model_mapping._model_mapping.values()]
     return {name for entry in entries for name in ([entry] if isinstance(entry, str) else entry)}
 
 

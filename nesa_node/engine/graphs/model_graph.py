@@ -129,10 +129,10 @@ def example_inputs(model: nn.Module, sizes: RequestSizes) -> dict[str, Any]:
 def _transformers_inputs(model: PreTrainedModel, sizes: RequestSizes) -> dict[str, Any]:
     config, dtype = model.config, model.dtype
     accepted = signature(model.forward).parameters
-    text = getattr(config, "text_config", None) or config
+    text = _part(config, "text_config", "decoder")
     most = getattr(text, "max_position_embeddings", None) or sizes.tokens
     ids = torch.zeros(sizes.batch, min(sizes.tokens, most), dtype=torch.long)
-    vision = getattr(config, "vision_config", None) or config
+    vision = _part(config, "vision_config", "encoder")
     given: dict[str, Any] = {}
     main = model.main_input_name
     if main == "input_features":
@@ -160,6 +160,12 @@ def _transformers_inputs(model: PreTrainedModel, sizes: RequestSizes) -> dict[st
     if "use_cache" in accepted:
         given["use_cache"] = False
     return given
+
+
+def _part(config: Any, *names: str) -> Any:
+    """The config of one half of a model, or its own."""
+    found = (getattr(config, name, None) for name in names)
+    return next((each for each in found if isinstance(each, PreTrainedConfig)), config)
 
 
 def _image_size(config: Any) -> int:

@@ -22,6 +22,7 @@ from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.files import Progress
 from nesa_node.engine.weights.skeleton import ModelTensors
 from nesa_node.sharding.capture import CapturedModel, capture
+from nesa_node.sharding.dependence import find_fixed_values
 from nesa_node.sharding.graph_plan import (
     GraphPlan,
     SpanInterface,
@@ -56,6 +57,7 @@ class Network:
         self.dtype = dtype
         self.sizes = sizes
         self.model: nn.Module = make_model(checkpoint.folder, name=checkpoint.name, dtype=dtype)
+        self._fixed_values: dict[frozenset[str], frozenset[int]] = {}
         self.captured: CapturedModel = capture(self.model, (), example_inputs(self.model, sizes))
 
     @property
@@ -110,6 +112,14 @@ class Network:
     def find_interface(self, operations: Sequence[int]) -> SpanInterface:
         """The values that a piece gets and gives."""
         return find_interface(self.captured.graph, operations)
+
+    def find_fixed_values(self, changing: frozenset[str]) -> frozenset[int]:
+        """The values that stay the same where only the inputs called `changing` are replaced."""
+        if changing not in self._fixed_values:
+            nodes = _input_nodes(self.captured.program)
+            placeholders = [nodes[name] for name in changing]
+            self._fixed_values[changing] = find_fixed_values(self.captured, placeholders)
+        return self._fixed_values[changing]
 
     def make_output(self, values: Mapping[int, Tensor]) -> Any:
         """What the model returns, of the graph's output values."""

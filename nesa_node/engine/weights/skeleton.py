@@ -136,7 +136,7 @@ class ModelTensors:
 
         Raises `CorruptCheckpointError` naming those that the checkpoint lacks.
         """
-        wanted = list(names)
+        wanted = [name for name in names if not self._is_computed(name)]
         if missing := [name for name in wanted if self._stored_name(name) not in self._sources]:
             shown = ", ".join(missing[:8]) + (
                 f" and {len(missing) - 8} more" if missing[8:] else ""
@@ -243,6 +243,16 @@ class ModelTensors:
         twin = self._tied_names.get(name)
         return twin if twin in self._sources and name not in self._sources else name
 
+    def _is_computed(self, name: str) -> bool:
+        """Whether no checkpoint need hold it: sinusoids of positions (Marian, Pegasus)."""
+        path, _, leaf = name.rpartition(".")
+        is_stored = self._stored_name(name) in self._sources
+        return (
+            not is_stored
+            and leaf == "weight"
+            and hasattr(self.model.get_submodule(path), "create_weight")
+        )
+
     def _find_quantizable_module(self, name: str, quant_type: QuantType) -> nn.Module | None:
         """Return the layer of this weight if it is to be quantized, else None."""
         path, _, leaf = name.rpartition(".")
@@ -265,6 +275,10 @@ class ModelTensors:
         twin = self._loaded_tied_tensors.get(self._tied_names.get(name, ""))
         if twin is not None and stored != name:
             return twin
+        if self._is_computed(name):
+            module: Any = self.model.get_submodule(name.rpartition(".")[0])
+            made: Tensor = module.create_weight()
+            return made.to(device=device, dtype=dtype)
         tensor = self._read_checked(name, stored).to(device=device, dtype=dtype)
         if twin is not None and torch.equal(twin, tensor):
             return twin
