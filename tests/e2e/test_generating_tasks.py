@@ -111,6 +111,7 @@ def generate_alone(case: Case, folder: Path, texts: list[str], **options: Any) -
     return found
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
 def test_texts_are_those_of_the_whole_model(
     case: Case, tmp_path: Path, visited: list[Span]

@@ -122,8 +122,10 @@ class RemoteNetwork:
 
 def _default_input(name: str, given: dict[str, Tensor]) -> Tensor:
     ids, image = given.get("input_ids"), given.get("pixel_values")
-    if name == "attention_mask" and ids is not None:
-        return torch.ones_like(ids)
+    if name == "attention_mask":
+        for each in (ids, given.get("input_features"), given.get("input_values")):
+            if each is not None:
+                return torch.ones(each.shape[0], each.shape[-1], dtype=torch.long)
     if name == "token_type_ids" and ids is not None:
         return torch.zeros_like(ids)
     if name == "pixel_mask" and image is not None:

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.pipelines import SUPPORTED_TASKS
 
+from nesa_node.client.graphs.audio import read_audio, resample
 from nesa_node.client.graphs.remote_generation import make_generator
 from nesa_node.client.graphs.remote_network import RemoteNetwork
 from nesa_node.client.graphs.task_pipelines import (
@@ -35,6 +36,7 @@ from nesa_node.engine.weights.files import check_side_files
 from nesa_node.engine.weights.tokenizer import load_tokenizer
 
 TASKS = (
+    "automatic-speech-recognition",
     "depth-estimation",
     "feature-extraction",
     "fill-mask",
@@ -58,7 +60,7 @@ OWN_PIPELINES: dict[str, Any] = {
     "translation": TextToTextPipeline,
 }
 """Of tasks that transformers 5 has none for."""
-GENERATING_TASKS = frozenset({"image-to-text", "summarization", "translation"})
+SPEECH = "automatic-speech-recognition"
 MAX_PIXELS = 1 << 26
 """Of a picture, 64 megapixels: a few kilobytes of PNG may stand for gigabytes."""
 
@@ -121,7 +123,7 @@ class SwarmPipeline:
             )
         parts = self._load_parts(task)
         stand_in: Any = model
-        if task in GENERATING_TASKS:
+        if _pipeline_class(task)._pipeline_calls_generate and model.can_generate():
             stand_in = make_generator(self._network)
         else:
             stand_in.forward = self._forward
@@ -149,9 +151,12 @@ class SwarmPipeline:
         return parts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the pipeline. Raises `ConfigError` for pictures that are too large or none."""
-        for given in (*args, *kwargs.values()):
-            check_picture(given)
+        """Run the pipeline. Raises `ConfigError` for pictures and audio that cannot be read."""
+        if self._pipeline.task == SPEECH and args:
+            args = _read_speech(args[0], self._pipeline.feature_extractor.sampling_rate), *args[1:]
+        else:
+            for given in (*args, *kwargs.values()):
+                check_picture(given)
         return self._pipeline(*args, **kwargs)
 
     def __enter__(self) -> SwarmPipeline:
@@ -233,6 +238,21 @@ def check_picture(given: Any) -> None:
                     _check_size(image.size, str(given))
         except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
             raise ConfigError(f"{given} cannot be read as a picture: {error}") from error
+
+
+def _read_speech(given: Any, rate: int) -> Any:
+    """What the pipeline takes, at the network's rate, which it cannot always change itself."""
+    match given:
+        case list() | tuple():
+            return [_read_speech(each, rate) for each in given]
+        case str() | Path() | bytes():
+            return {"raw": read_audio(given, rate), "sampling_rate": rate}
+        case {"sampling_rate": int(found), "raw": samples} | {
+            "sampling_rate": int(found),
+            "array": samples,
+        }:
+            return {"raw": resample(samples, found, rate, "the audio"), "sampling_rate": rate}
+    return given
 
 
 def _check_size(size: tuple[int, int], name: str) -> None:

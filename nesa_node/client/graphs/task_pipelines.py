@@ -23,7 +23,7 @@ class QuestionAnsweringPipeline:
     """
 
     _load_tokenizer = True
-    _load_image_processor = _load_feature_extractor = False
+    _load_image_processor = _load_feature_extractor = _pipeline_calls_generate = False
 
     def __init__(self, model: Any, tokenizer: Any, **_: Any) -> None:
         self._model = model
@@ -142,7 +142,7 @@ class TextToTextPipeline:
     of one text, `translation_text` or `summary_text`.
     """
 
-    _load_tokenizer = True
+    _load_tokenizer = _pipeline_calls_generate = True
     _load_image_processor = _load_feature_extractor = False
 
     def __init__(self, model: Any, tokenizer: Any, task: str, **_: Any) -> None:
@@ -206,7 +206,7 @@ class ImageToTextPipeline:
     dict of `generated_text`.
     """
 
-    _load_tokenizer = _load_image_processor = True
+    _load_tokenizer = _load_image_processor = _pipeline_calls_generate = True
     _load_feature_extractor = False
 
     def __init__(self, model: Any, tokenizer: Any, image_processor: Any, **_: Any) -> None:

@@ -24,6 +24,9 @@ from nesa_node.engine.weights.families import check_counts, parse_config, read_r
 from nesa_node.engine.weights.skeleton import initializer_lock
 from nesa_node.sharding.capture import CapturedModel, capture
 
+_SAMPLES = 16_000
+"""Of audio, a second as most networks take it."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSizes:
@@ -134,10 +137,15 @@ def _transformers_inputs(model: PreTrainedModel, sizes: RequestSizes) -> dict[st
     ids = torch.zeros(sizes.batch, min(sizes.tokens, most), dtype=torch.long)
     vision = _part(config, "vision_config", "encoder")
     given: dict[str, Any] = {}
+    mask_BT: torch.Tensor | None = None
     main = model.main_input_name
     if main == "input_features":
         features_BMF = sizes.batch, config.num_mel_bins, 2 * config.max_source_positions
         given[main] = torch.zeros(*features_BMF, dtype=dtype)
+        mask_BT = torch.ones(sizes.batch, features_BMF[-1], dtype=torch.long)
+    elif main == "input_values":
+        given[main] = torch.zeros(sizes.batch, _SAMPLES, dtype=dtype)
+        mask_BT = torch.ones(sizes.batch, _SAMPLES, dtype=torch.long)
     elif main == "pixel_values" or "pixel_values" in accepted:
         size = sizes.image_size or _image_size(vision)
         image_BCHW = sizes.batch, getattr(vision, "num_channels", 3), size, size
@@ -146,14 +154,15 @@ def _transformers_inputs(model: PreTrainedModel, sizes: RequestSizes) -> dict[st
             given["pixel_mask"] = torch.ones(sizes.batch, size, size, dtype=torch.long)
     if main == "input_ids" or (main == "pixel_values" and "input_ids" in accepted):
         given["input_ids"] = ids
-        if "attention_mask" in accepted:
-            given["attention_mask"] = torch.ones_like(ids)
+        mask_BT = torch.ones_like(ids)
         if "token_type_ids" in accepted and getattr(text, "type_vocab_size", 0) > 1:
             given["token_type_ids"] = torch.zeros_like(ids)
+    if mask_BT is not None and "attention_mask" in accepted:
+        given["attention_mask"] = mask_BT
     if main not in given:
         raise UnsupportedModelError(
-            f"{type(model).__name__} takes {main}: models of input_ids, pixel_values and "
-            "input_features can be planned"
+            f"{type(model).__name__} takes {main}: models of input_ids, pixel_values, "
+            "input_features and input_values can be planned"
         )
     if "decoder_input_ids" in accepted:
         given["decoder_input_ids"] = ids

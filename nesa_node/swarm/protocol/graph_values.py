@@ -25,7 +25,8 @@ def encode_values(values: Mapping[int, Tensor]) -> tuple[tuple[ValueMeta, ...], 
         metas.append(meta)
         payload += bytes(-len(payload) % ALIGNMENT)
         plain = tensor.detach().cpu().contiguous().reshape(-1)
-        payload += plain.view(torch.uint8).numpy().data
+        # A single number may have any stride, also where torch calls it contiguous.
+        payload += plain.as_strided(plain.shape, (1,)).view(torch.uint8).numpy().data
     return tuple(metas), payload
 
 

@@ -107,9 +107,9 @@ def test_an_image_of_the_wrong_size(tmp_path: Path) -> None:
             "wide",
         ),
         (
-            {"model_type": "wav2vec2", "architectures": ["Wav2Vec2Model"]},
+            {"model_type": "patchtst", "architectures": ["PatchTSTModel"]},
             UnsupportedModelError,
-            "takes input_values",
+            "takes past_values",
         ),
     ],
 )

@@ -27,6 +27,7 @@ def made() -> dict[int, Tensor]:
         shape = ((), (3,), (2, 0), (2, 3, 5))[index % 4]
         values[7 * index] = (torch.randn(shape) * 20).to(getattr(torch, name))
     values[3] = torch.tensor([float("-inf"), float("nan"), 1.0])
+    values[4] = torch.arange(5)[None, -1:].as_strided((1, 1), (600, 600), 4)
     return values
 
 
