@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,10 @@ import transformers
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from nesa_node.client.graphs import graph_link
 from nesa_node.client.graphs.remote_network import RemoteNetwork
-from nesa_node.core.ids import split_evenly
+from nesa_node.core.ids import Span, split_evenly
+from nesa_node.server.graphs.graph_server import GraphServer
 from tests.engine.graphs.test_model_graph import MODELS
 from tests.swarms import in_process_swarm
 
@@ -94,3 +97,31 @@ def test_many_requests_at_once(
     for given, output in zip(every, found, strict=True):
         expected = model(**given, **({"use_cache": False} if "input_ids" in given else {}))
         assert torch.allclose(tensors(expected)[0], tensors(output)[0], atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_node_that_answers_pings_alone_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save("ViTForImageClassification", tmp_path / "model")
+    stuck: list[GraphServer] = []
+    compute = GraphServer._compute
+
+    async def compute_or_not(self: GraphServer, *args: Any) -> Any:
+        if not stuck:
+            stuck.append(self)
+        if self is stuck[0]:
+            await asyncio.sleep(1000)
+        return await compute(self, *args)
+
+    monkeypatch.setattr(GraphServer, "_compute", compute_or_not)
+    monkeypatch.setattr(graph_link, "MAX_ANSWER_S", 2.0)
+    options = {"pieces": 2, "image_size": 32, "drain_timeout_s": 0.1}
+    with (
+        in_process_swarm(tmp_path / "model", [Span(0, 2)] * 2, tmp_path, **options) as addresses,
+        RemoteNetwork.from_pretrained(tmp_path / "model", initial_peers=addresses) as remote,
+    ):
+        given = inputs(model, 2)
+        found: Any = remote(**given)
+        assert torch.allclose(found.logits, model(**given).logits, atol=1e-5)
+    assert stuck

@@ -41,6 +41,8 @@ OPEN_TIMEOUT_S = 10.0
 PING_AFTER_S = 3.0
 MAX_SILENCE_S = 10.0
 """Of a node that owes an answer."""
+MAX_ANSWER_S = 300.0
+"""From a request to its answer: a node may answer pings, and never compute."""
 MAX_OUTPUT_BYTES = 4 << 30
 
 
@@ -92,7 +94,8 @@ class GraphLink:
                 GraphRun(request=number, blocks=(span.start, span.end), sizes=sizes, values=metas),
                 payload,
             )
-            return await answer
+            async with peer_timeout(self.peer, MAX_ANSWER_S, f"pieces {span} were computed"):
+                return await answer
         except StreamClosedError as error:
             raise PeerUnreachableError(str(error)) from None
         finally:
