@@ -1,0 +1,191 @@
+"""Requests per second through three pieces of a network, against its slowest piece alone.
+
+Three daemons of one thread each hold a piece; the middle one has three fifths of the operations'
+arithmetic, so that two cores are enough for all. Eight requests are on their way at once, through
+all pieces, and in turns with that at the slowest node alone, which gets the values that it needs
+from here. What the nodes announce that they have measured predicts the same: the slowest of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from benchmarks.options import Options
+from benchmarks.results import print_table
+from benchmarks.swarms import READY_TIMEOUT_S, torch_threads
+from nesa_node.cli.services.local_swarm import local_swarm
+from nesa_node.client.graphs.graph_connection import GraphConnection
+from nesa_node.client.graphs.remote_network import RemoteNetwork
+from nesa_node.core.ids import Span
+from nesa_node.engine.graphs.model_graph import RequestSizes, example_inputs
+from nesa_node.engine.graphs.network import Network, make_plan
+from nesa_node.engine.weights.families import read_network_config
+from nesa_node.engine.weights.hub import open_checkpoint
+from nesa_node.sharding.graph_plan import encode_plan
+
+DEFAULTS = Options(model="published", nodes=(3,), threads=(1,), sessions=(8,), runs=5, seconds=10)
+"""`sessions` are requests at once, `seconds` those of each measurement."""
+QUICK = Options(model="tiny", nodes=(3,), threads=(1,), sessions=(8,), runs=1, seconds=1)
+HF: Any = transformers
+SHARES = 0.2, 0.6, 0.2
+SLOWEST = 1
+BERT: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64},
+    "published": {},
+}
+RESNET: dict[str, dict[str, Any]] = {
+    "tiny": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]},
+    "published": {},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Requests per second."""
+
+    through_all: float
+    slowest_alone: float
+
+
+def run(options: Options) -> list[dict[str, Any]]:
+    torch.manual_seed(options.seed)
+    size, hf = options.model, HF
+    models: list[Callable[[], Any]] = [
+        lambda: hf.ViTForImageClassification(hf.ViTConfig(**BERT[size])),
+        lambda: hf.BertForSequenceClassification(hf.BertConfig(**BERT[size])),
+        lambda: hf.ResNetForImageClassification(hf.ResNetConfig(**RESNET[size])),
+    ]
+    with torch_threads(1):
+        rows = [measure(make(), options) for make in models]
+    cells = [
+        [
+            row["network"],
+            f"{row['through_all']:.2f}",
+            f"{row['slowest_alone']:.2f}",
+            f"{row['share_of_slowest']:.3f}",
+            f"{row['predicted']:.2f}",
+            f"{row['predicted_of_measured']:.3f}",
+        ]
+        for row in rows
+    ]
+    headings = "network|through all|slowest alone|share|predicted|of measured"
+    print_table("requests/s", headings, cells)
+    return rows
+
+
+def measure(model: Any, options: Options) -> dict[str, Any]:
+    with TemporaryDirectory(prefix="nesa-bench-") as temporary:
+        folder = Path(temporary)
+        model.save_pretrained(folder / "model")
+        plan = folder / "plan.json"
+        plan.write_bytes(uneven_plan(folder / "model"))
+        spans = [Span(index, index + 1) for index in range(len(SHARES))]
+        flags = ["--plan", str(plan), "--threads", "1", "--log-level", "warning"]
+        with (
+            local_swarm(
+                folder / "model", spans, folder, flags=flags, ready_timeout_s=READY_TIMEOUT_S
+            ) as nodes,
+            RemoteNetwork.from_pretrained(
+                folder / "model", initial_peers=[nodes[0].addresses[0]]
+            ) as remote,
+        ):
+            connection = remote.connection
+            inputs = example_inputs(connection.network.model, RequestSizes())
+            given = {name: each for name, each in inputs.items() if isinstance(each, Tensor)}
+            work = partial(measure_rates, connection, given, options)
+            runs = [remote._loop.run(work()) for _ in range(options.runs + 1)]
+            runs = runs[1:]  # the first one allocates
+            predicted = remote._loop.run(predict(connection))
+    through_all = median(each.through_all for each in runs)
+    return {
+        "network": type(model).__name__,
+        "through_all": through_all,
+        "slowest_alone": median(each.slowest_alone for each in runs),
+        "share_of_slowest": median(each.through_all / each.slowest_alone for each in runs),
+        "predicted": predicted,
+        "predicted_of_measured": predicted / through_all,
+        "runs": [
+            {"through_all": each.through_all, "slowest_alone": each.slowest_alone} for each in runs
+        ],
+    }
+
+
+def uneven_plan(folder: Path) -> bytes:
+    """Pieces of the network's own order, with about `SHARES` of its arithmetic."""
+    checkpoint = open_checkpoint(str(folder), cache_dir=folder, read=read_network_config)
+    sizes = RequestSizes()
+    captured = Network(checkpoint, torch.float32, sizes).captured
+    done = list(itertools.accumulate(each.flop for each in captured.graph.operations))
+    ends, until = [0], 0.0
+    for share in SHARES[:-1]:
+        until += share * done[-1]
+        end = next(index for index, flop in enumerate(done) if flop >= until) + 1
+        left = len(SHARES) - len(ends)  # pieces that need an operation each
+        ends.append(min(max(end, ends[-1] + 1), len(done) - left))
+    ends.append(len(done))
+    pieces = [range(start, end) for start, end in itertools.pairwise(ends)]
+    return encode_plan(make_plan(captured, pieces, torch.float32, sizes))
+
+
+async def measure_rates(
+    connection: GraphConnection, inputs: dict[str, Tensor], options: Options
+) -> Rates:
+    _, sizes = connection.network.bind(inputs)
+    received: dict[int, dict[int, Tensor]] = {}
+    run_at = connection._run_at
+
+    async def record(link: Any, span: Span, progress: Any) -> dict[int, Tensor]:
+        received[span.start] = dict(progress.values)
+        return await run_at(link, span, progress)
+
+    connection._run_at = record  # type: ignore[method-assign]
+    try:
+        await connection.run(inputs)
+    finally:
+        connection._run_at = run_at  # type: ignore[method-assign]
+    span = Span(SLOWEST, SLOWEST + 1)
+    (hop,) = [each for each in connection._hops if each.span == span]
+    link = await connection._find_link(hop.peer_id)
+    interface = connection._find_interface(span)
+    given = {index: received[SLOWEST][index] for index in interface.received}
+    alone = partial(link.run, span, sizes, given, 1 << 30)
+    in_flight = options.sessions[0]
+    return Rates(
+        await count_per_s(partial(connection.run, inputs), in_flight, options.seconds),
+        await count_per_s(alone, in_flight, options.seconds),
+    )
+
+
+async def count_per_s(work: Callable[[], Awaitable[Any]], in_flight: int, seconds: float) -> float:
+    """Answers per second with `in_flight` requests at once, after each has been answered."""
+    times: list[float] = []
+    started = time.perf_counter()
+
+    async def send() -> None:
+        while time.perf_counter() - started < seconds:
+            await work()
+            times.append(time.perf_counter())
+
+    await asyncio.gather(*(send() for _ in range(in_flight)))
+    settled = times[in_flight:] if len(times) > 2 * in_flight else times
+    counted = [each for each in settled if each - started < seconds] or settled
+    return (len(counted) - 1) / max(counted[-1] - counted[0], 1e-9)
+
+
+async def predict(connection: GraphConnection) -> float:
+    """What the slowest node announces."""
+    records = await connection._swarm.directory.fetch_all()
+    return min(each.prefill_tokens_per_s for each in records)
