@@ -36,8 +36,9 @@ from nesa_node.engine.weights.families import read_network_config
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.sharding.graph_plan import encode_plan
 
-DEFAULTS = Options(model="published", nodes=(3,), threads=(1,), sessions=(8,), runs=5, seconds=10)
-"""`sessions` are requests at once, `seconds` those of each measurement."""
+DEFAULTS = Options(nodes=(3,), threads=(1,), sessions=(8,), runs=5, seconds=10)
+"""`sessions` are requests at once, `seconds` those of each measurement. Networks have their published
+dimensions, but for `--model tiny`."""
 QUICK = Options(model="tiny", nodes=(3,), threads=(1,), sessions=(8,), runs=1, seconds=1)
 HF: Any = transformers
 SHARES = 0.2, 0.6, 0.2
@@ -62,7 +63,7 @@ class Rates:
 
 def run(options: Options) -> list[dict[str, Any]]:
     torch.manual_seed(options.seed)
-    size, hf = options.model, HF
+    size, hf = "tiny" if options.model == "tiny" else "published", HF
     models: list[Callable[[], Any]] = [
         lambda: hf.ViTForImageClassification(hf.ViTConfig(**BERT[size])),
         lambda: hf.BertForSequenceClassification(hf.BertConfig(**BERT[size])),
