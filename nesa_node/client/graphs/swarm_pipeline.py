@@ -107,13 +107,15 @@ class SwarmPipeline:
             identity_path=identity_path,
             recovery_timeout_s=recovery_timeout_s,
         )
+        self._task = plain_task(task)
         try:
-            self._pipeline = self._make_pipeline(plain_task(task), task, options)
+            self._pipeline = self._make_pipeline(task, options)
         except BaseException:
             self.close()
             raise
 
-    def _make_pipeline(self, task: str, full_task: str, options: dict[str, Any]) -> Any:
+    def _make_pipeline(self, full_task: str, options: dict[str, Any]) -> Any:
+        task = self._task
         name = self._network.checkpoint.name
         model = self._network.connection.network.model
         assert isinstance(model, PreTrainedModel)
@@ -152,7 +154,7 @@ class SwarmPipeline:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline. Raises `ConfigError` for pictures and audio that cannot be read."""
-        if self._pipeline.task == SPEECH and args:
+        if self._task == SPEECH and args:
             args = _read_speech(args[0], self._pipeline.feature_extractor.sampling_rate), *args[1:]
         else:
             for given in (*args, *kwargs.values()):
