@@ -37,8 +37,8 @@ from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.sharding.graph_plan import encode_plan
 
 DEFAULTS = Options(nodes=(3,), threads=(1,), sessions=(8,), runs=5, seconds=10)
-"""`sessions` are requests at once, `seconds` those of each measurement. Networks have their published
-dimensions, but for `--model tiny`."""
+"""`sessions` are requests at once, `seconds` those of each measurement. Networks have their
+published dimensions, but for `--model tiny`."""
 QUICK = Options(model="tiny", nodes=(3,), threads=(1,), sessions=(8,), runs=1, seconds=1)
 HF: Any = transformers
 SHARES = 0.2, 0.6, 0.2
