@@ -158,7 +158,7 @@ def task(
         str, Parameter(help="As transformers calls it: image-classification, fill-mask, ...")
     ],
     inputs: Annotated[
-        tuple[str, ...], Parameter(help="Texts, or files of pictures.", negative=())
+        tuple[str, ...], Parameter(help="Texts, or files of pictures or speech.", negative=())
     ] = (),
     /,
     *,
@@ -191,7 +191,8 @@ def task(
 ) -> int:
     """Have a network in the swarm work on INPUTS, one after another.
 
-    It classifies, detects, segments, embeds, translates, summarizes, captions or answers.
+    It classifies, detects, segments, embeds, translates, summarizes, captions, transcribes or
+    answers.
 
     The network is one that nodes serve in pieces (`nesa-node run MODEL`).
     """
@@ -199,7 +200,7 @@ def task(
 
     config: TaskConfig = load_command_config(TaskConfig, flags)
     if not inputs:
-        raise ConfigError("INPUTS are missing: a text, or the file of a picture")
+        raise ConfigError("INPUTS are missing: a text, or the file of a picture or of speech")
     if name.startswith("zero-shot") != bool(label):
         raise ConfigError("--label is for the zero-shot tasks, which need it")
     if (name == "question-answering") != bool(question):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nesa_node.core.errors import ConfigError
 
@@ -113,9 +112,10 @@ class QuestionAnsweringPipeline:
             start, end = (each.masked_fill(is_start, 0) for each in (start, end))
             scores = torch.outer(start, end).triu().tril(max_answer_len - 1)
             count = min(20, int((scores > 0).sum()))
+            places = offsets[index]
             for place in scores.flatten().topk(count).indices.tolist():
                 first, last = divmod(place, len(start))
-                span = self._words(context, int(offsets[index][first][0]), offsets[index][last])
+                span = _widen_to_words(context, int(places[first][0]), int(places[last][1]))
                 found[span] = max(found.get(span, 0.0), float(scores[first, last]))
         answers = [
             {"score": score, "start": start, "end": end, "answer": context[start:end]}
@@ -125,14 +125,13 @@ class QuestionAnsweringPipeline:
             answers.append({"score": impossible, "start": 0, "end": 0, "answer": ""})
         return answers
 
-    def _words(self, context: str, start: int, last: Tensor) -> tuple[int, int]:
-        """A span of characters, made longer to whole words."""
-        end = int(last[1])
-        while start > 0 and not context[start - 1].isspace() and context[start - 1].isalnum():
-            start -= 1
-        while end < len(context) and context[end].isalnum():
-            end += 1
-        return start, end
+
+def _widen_to_words(context: str, start: int, end: int) -> tuple[int, int]:
+    while start > 0 and context[start - 1].isalnum():
+        start -= 1
+    while end < len(context) and context[end].isalnum():
+        end += 1
+    return start, end
 
 
 class TextToTextPipeline:
