@@ -146,30 +146,36 @@ class Comparison:
     @property
     def of_allowed(self) -> float | None:
         """The worst of these errors as a multiple of what is allowed."""
-        if self.allowed is None:
-            return None
-        judged = [(self.worst, self.allowed.token)]
+        return None if self.allowed is None else max(self._multiples(self.allowed))
+
+    def _multiples(self, allowed: Threshold) -> list[float]:
+        """Those of `_errors` that are judged, each as a multiple of what is allowed."""
+        bounds = [allowed.token]
         if self.tokens >= MIN_MEAN_TOKENS:
-            judged.append((self.mean, self.allowed.mean))
+            bounds.append(allowed.mean)
         if self.tokens >= MIN_QUANTILE_TOKENS:
-            judged += zip(self.quantiles, self.allowed.quantiles, strict=True)
-        return max(error / allowed if error else 0.0 for error, allowed in judged)
+            bounds += allowed.quantiles
+        judged = zip(self._errors(), bounds, strict=False)
+        return [error / bound if error else 0.0 for error, bound in judged]
 
     def of_clear(self, honest: Sequence[Comparison]) -> float:
-        """The worst of these errors as a multiple of what is clearly more than any of the `honest`
-        computations of the same differ by.
+        """The worst of the errors beyond what is allowed, as a multiple of what is clearly more
+        than any of the `honest` computations of the same differ by.
+
+        What is allowed is no sign of a lie: of one token, honest machines often differ by far more
+        than an auditor's own computations do.
         """
-        factors = [CLEAR_FACTOR, CLEAR_FACTOR]
-        if self.tokens >= MIN_QUANTILE_TOKENS:
-            factors += CLEAR_QUANTILE_FACTORS
+        if self.allowed is None:
+            return 0.0
+        factors = (CLEAR_FACTOR, CLEAR_FACTOR, *CLEAR_QUANTILE_FACTORS)
         own = [max(errors) for errors in zip(*(each._errors() for each in honest), strict=True)]
         # Without any own error, a difference is a clear one.
-        multiples = [
+        clear = [
             error / (factor * other) if other else math.inf
-            for error, factor, other in zip(self._errors(), factors, own, strict=False)
-            if error
+            for error, factor, other in zip(self._errors(), factors, own, strict=True)
         ]
-        return max(multiples, default=0.0)
+        judged = zip(self._multiples(self.allowed), clear, strict=False)
+        return max((each for multiple, each in judged if multiple > 1), default=0.0)
 
     def _errors(self) -> tuple[float, ...]:
         return self.worst, self.mean, *self.quantiles

@@ -92,11 +92,13 @@ def test_the_worst_row_counts() -> None:
 
 def test_a_clear_error_is_beyond_that_of_two_honest_computations() -> None:
     expected_TD = torch.randn((20, 8), generator=torch.Generator().manual_seed(0))
-    own = compare(shifted(expected_TD, [0.02] * 20), expected_TD, ALLOWED, RELATIVE)
-    same = compare(shifted(expected_TD, [0.021] * 20), expected_TD, ALLOWED, RELATIVE)
-    clear = compare(shifted(expected_TD, [0.04] * 20), expected_TD, ALLOWED, RELATIVE)
-    assert same.of_clear([own]) < 1
-    assert clear.of_clear([own]) > 1
+    own, small, same, clear = (
+        compare(shifted(expected_TD, [error] * 20), expected_TD, ALLOWED, RELATIVE)
+        for error in (0.008, 0.006, 0.011, 0.013)
+    )
+    assert same.outcome == clear.outcome == "failed"
+    assert same.of_clear([own, small]) < 1
+    assert clear.of_clear([own, small]) > 1
 
 
 def test_quantiles_of_many_tokens_are_clear_sooner() -> None:
@@ -107,6 +109,19 @@ def test_quantiles_of_many_tokens_are_clear_sooner() -> None:
     )
     assert same.of_clear([own]) < 1
     assert clear.of_clear([own]) > 1
+
+
+def test_only_errors_beyond_what_is_allowed_are_clear() -> None:
+    """Of a text that loops all errors are large, and at an honest node one token's is larger."""
+    expected_TD = torch.randn((64, 8), generator=torch.Generator().manual_seed(0))
+    further_TD = shifted(expected_TD, [-0.0105] * 64)
+    honest_TD = shifted(expected_TD, [0.0085] * 63 + [0.03])
+    found = compare(honest_TD, expected_TD, ALLOWED, RELATIVE)
+    assert found.outcome == "failed"
+    assert found.of_clear([compare(further_TD, expected_TD, ALLOWED, RELATIVE)]) < 1
+    assert not is_confirmed([honest_TD], [expected_TD], [[further_TD]], ALLOWED, RELATIVE)
+    wrong_TD = shifted(expected_TD, [0.0085] * 63 + [0.07])
+    assert is_confirmed([wrong_TD], [expected_TD], [[further_TD]], ALLOWED, RELATIVE)
 
 
 def test_an_error_is_confirmed_by_the_row_that_has_it() -> None:
