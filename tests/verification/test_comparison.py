@@ -120,7 +120,7 @@ def test_only_errors_beyond_what_is_allowed_are_clear() -> None:
     assert found.outcome == "failed"
     assert found.of_clear([compare(further_TD, expected_TD, ALLOWED, RELATIVE)]) < 1
     assert not is_confirmed([honest_TD], [expected_TD], [[further_TD]], ALLOWED, RELATIVE)
-    wrong_TD = shifted(expected_TD, [0.0085] * 63 + [0.07])
+    wrong_TD = shifted(expected_TD, [0.0085] * 63 + [0.09])
     assert is_confirmed([wrong_TD], [expected_TD], [[further_TD]], ALLOWED, RELATIVE)
 
 
