@@ -132,12 +132,46 @@ def find_interface(graph: OperationGraph, operations: Sequence[int]) -> SpanInte
     return SpanInterface(tuple(received), tuple(sent))
 
 
-def cut_evenly(graph: OperationGraph, count: int) -> tuple[tuple[int, ...], ...]:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Operations that exchange no value with the rest of a graph, and how often they run."""
+
+    operations: tuple[int, ...]
+    runs: int
+
+
+def cut_evenly(
+    graph: OperationGraph, count: int, shares: Sequence[Share] = ()
+) -> tuple[tuple[int, ...], ...]:
     """`count` pieces of the graph's own order for equal machines, so that the slowest is fastest.
 
-    None is empty, so that slow links do not keep a network whole. Raises `ConfigError` for more
-    pieces than operations.
+    None is empty, so that slow links do not keep a network whole. A piece has operations of one of
+    the `shares` alone, where there are any. Raises `ConfigError` for more pieces than operations,
+    and fewer than shares.
     """
+    if not shares:
+        return _cut(graph, count)
+    if count < len(shares):
+        raise ConfigError(
+            f"{count} pieces: a pipeline of {len(shares)} networks has {len(shares)} or more"
+        )
+    graphs = [graph.select(share.operations) for share in shares]
+    work_s = [
+        REFERENCE_MACHINE.work_s(part).sum() * share.runs
+        for part, share in zip(graphs, shares, strict=True)
+    ]
+    counts = [1] * len(shares)
+    for _ in range(count - len(shares)):
+        longest = max(range(len(shares)), key=lambda index: work_s[index] / counts[index])
+        counts[longest] += 1
+    return tuple(
+        tuple(share.operations[index] for index in piece)
+        for share, part, pieces in zip(shares, graphs, counts, strict=True)
+        for piece in _cut(part, pieces)
+    )
+
+
+def _cut(graph: OperationGraph, count: int) -> tuple[tuple[int, ...], ...]:
     if not 1 <= count <= min(len(graph), MAX_PIECES):
         most = min(len(graph), MAX_PIECES)
         raise ConfigError(f"{count} pieces: a network of {len(graph)} operations has 1 to {most}")

@@ -99,6 +99,22 @@ class OperationGraph:
     def __len__(self) -> int:
         return len(self.operations)
 
+    def select(self, operations: Sequence[int]) -> OperationGraph:
+        """The graph of these operations, ascending, which exchange no value with the rest."""
+        places = {operation: place for place, operation in enumerate(operations)}
+        values = tuple(
+            Value(
+                value.size_bytes,
+                None if value.producer is None else places[value.producer],
+                tuple(places[each] for each in value.consumers),
+                value.is_output,
+            )
+            for value in self.values
+            if value.producer in places or any(each in places for each in value.consumers)
+        )
+        chosen = tuple(self.operations[each] for each in operations)
+        return OperationGraph(chosen, values, self.parameter_bytes)
+
     @property
     def total_flop(self) -> float:
         return sum(operation.flop for operation in self.operations)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -30,11 +31,11 @@ class FakeHub:
 
     def info(self) -> dict[str, Any]:
         siblings = []
-        for path in sorted(self.folder.iterdir()):
+        for path in sorted(each for each in self.folder.rglob("*") if each.is_file()):
             content = path.read_bytes()
             blob = b"blob %d\0" % len(content) + content
             entry: dict[str, Any] = {
-                "rfilename": path.name,
+                "rfilename": str(path.relative_to(self.folder)),
                 "size": len(content),
                 "blobId": hashlib.sha1(blob).hexdigest(),
             }
@@ -89,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("/api/models/org/tiny/revision/"):
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"}, body=body)
         elif path.startswith(f"/org/tiny/resolve/{COMMIT}/"):
-            self._file(path.rpartition("/")[2], body=body)
+            self._file(unquote(path.partition(f"/{COMMIT}/")[2]), body=body)
         else:
             self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, body=body)
 

@@ -10,13 +10,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from nesa_node import RemoteNetwork
+from nesa_node import RemoteNetwork, SwarmPipeline
 from nesa_node.cli.services.local_swarm import LocalNode
 from nesa_node.core.ids import Span
 from tests.e2e.test_networks import inputs, save
+from tests.engine.tiny_pipelines import save_pipeline
 from tests.swarms import daemons
 
 PIECES = 4
@@ -66,3 +68,36 @@ def test_requests_go_on_where_a_node_ends(ending: str, tmp_path: Path) -> None:
             for each in sending:
                 each.result()
         assert min(counts) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_picture_is_the_same_where_nodes_die_between_two_steps(tmp_path: Path) -> None:
+    alone = save_pipeline("StableDiffusionPipeline", tmp_path / "model")
+
+    def options() -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(0)
+        return {"num_inference_steps": 5, "output_type": "np", "generator": generator}
+
+    expected = alone("a cat", **options()).images
+    with daemons(tmp_path / "model", tmp_path, "--pieces", str(PIECES)) as swarm:
+        spans = [Span(piece, piece + 1) for piece in range(PIECES)]
+        nodes = swarm.start_all([*spans, Span(1, 3)])
+        killed: list[int] = []
+
+        def kill(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            victims = {1: nodes[1], 2: nodes[2]}
+            if step in victims:
+                swarm.kill(victims[step])
+                killed.append(step)
+            return tensors
+
+        with SwarmPipeline(
+            "text-to-image",
+            tmp_path / "model",
+            initial_peers=nodes[4].addresses,
+            recovery_timeout_s=30,
+        ) as remote:
+            found = remote("a cat", **options(), callback_on_step_end=kill).images
+    assert killed == [1, 2]
+    assert np.abs(found - expected).max() < 1 / 255

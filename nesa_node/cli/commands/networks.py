@@ -186,13 +186,19 @@ def task(
             help="For question-answering, about each of INPUTS; may be repeated.",
         ),
     ] = (),
+    steps: Annotated[
+        int | None, Parameter(help="Of text-to-image. Without: what the pipeline takes.")
+    ] = None,
+    seed: Annotated[
+        int | None, Parameter(help="Of text-to-image: the same one gives the same picture.")
+    ] = None,
     as_json: JsonFlag = False,
     flags: Flags["TaskConfig"] | None = None,
 ) -> int:
     """Have a network in the swarm work on INPUTS, one after another.
 
-    It classifies, detects, segments, embeds, translates, summarizes, captions, transcribes or
-    answers.
+    It classifies, detects, segments, embeds, translates, summarizes, captions, transcribes,
+    answers or paints; pictures are written as PNG files.
 
     The network is one that nodes serve in pieces (`nesa-node run MODEL`).
     """
@@ -205,12 +211,21 @@ def task(
         raise ConfigError("--label is for the zero-shot tasks, which need it")
     if (name == "question-answering") != bool(question):
         raise ConfigError("--question is for question-answering, which needs it")
+    if name != "text-to-image" and (steps is not None or seed is not None):
+        raise ConfigError("--steps and --seed are for text-to-image")
+    if seed is not None and not 0 <= seed < 1 << 63:
+        raise ConfigError(f"--seed {seed}: a whole number from 0 to 2^63 - 1")
     from nesa_node.cli.client_model import resolve_initial_peers, save_last_swarm
     from nesa_node.core.settings.declaration import secret_text
 
     config = resolve_initial_peers(config, model)
     with exit_on_interrupt():
-        from nesa_node.cli.views.task_answers import plain, print_answer, save_pictures
+        from nesa_node.cli.views.task_answers import (
+            plain,
+            print_answer,
+            save_painted,
+            save_pictures,
+        )
         from nesa_node.client.graphs.swarm_pipeline import SwarmPipeline
 
     more = {"candidate_labels": list(label)} if label else {}
@@ -229,6 +244,8 @@ def task(
             try:
                 if question:
                     answer: Any = [answering(question=one, context=each) for one in question]
+                elif name == "text-to-image":
+                    answer = save_painted(answering(each, **_painting_options(steps, seed)), each)
                 else:
                     answer = save_pictures(answering(each, **more), each)
             except (ValueError, TypeError, OSError) as error:  # transformers' own
@@ -241,3 +258,12 @@ def task(
         json.dump(answers, sys.stdout, indent=2)
         print()
     return 0
+
+
+def _painting_options(steps: int | None, seed: int | None) -> dict[str, Any]:
+    import torch
+
+    options: dict[str, Any] = {} if steps is None else {"num_inference_steps": steps}
+    if seed is not None:
+        options["generator"] = torch.Generator().manual_seed(seed)
+    return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,6 +12,7 @@ from nesa_node.core.errors import OutputError
 from nesa_node.core.logging import escape_text
 
 MAX_SHOWN_NUMBERS = 6
+MAX_NAME = 60
 
 
 def save_pictures(answer: Any, given: str) -> Any:
@@ -37,6 +39,12 @@ def save_pictures(answer: Any, given: str) -> Any:
         return each
 
     return replace(answer)
+
+
+def save_painted(output: Any, prompt: str) -> Any:
+    """Pictures that were made of a text, written to the current folder and named after it."""
+    words = re.sub("[^a-z0-9]+", "-", prompt.lower()).strip("-")[:MAX_NAME] or "picture"
+    return save_pictures([{"picture": each} for each in output.images], words)
 
 
 def plain(answer: Any) -> Any:

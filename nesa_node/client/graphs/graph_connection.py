@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -133,9 +133,12 @@ class GraphConnection:
         await self._planner.close()
 
     async def run(
-        self, inputs: Mapping[str, Tensor], kept: KeptValues | None = None
+        self,
+        inputs: Mapping[str, Tensor],
+        kept: KeptValues | None = None,
+        part: str | None = None,
     ) -> dict[int, Tensor]:
-        """The network's output values for these inputs.
+        """The network's output values for these inputs; of a pipeline, those of one part.
 
         With `kept`, of an earlier request with the same inputs but for the changing ones, only the
         pieces run that depend on those; what the remaining ones give is kept there.
@@ -144,23 +147,24 @@ class GraphConnection:
         `MissingBlocksError` where pieces have no node, `BusyError`, and `RemoteError` for what no
         node computes.
         """
-        values, sizes = self.network.bind(inputs)
+        values, sizes = self.network.bind(inputs, part)
+        outputs = self.network.outputs(part)
         fixed: frozenset[int] = frozenset()
         if kept is not None:
             fixed = self.network.find_fixed_values(kept.changing)
             values |= kept.values
-        progress = _Progress(sizes, values, self._find_pieces(values))
+        progress = _Progress(sizes, values, self._find_pieces(values, outputs))
         self._extend(progress)
         while progress.pieces:
             made = await self._advance(progress)
             if kept is not None:
                 kept.values |= {index: made[index] for index in made.keys() & fixed}
-        return {index: progress.values[index] for index in self.network.outputs}
+        return {index: progress.values[index] for index in outputs}
 
-    def _find_pieces(self, known: Mapping[int, Tensor]) -> list[int]:
+    def _find_pieces(self, known: Mapping[int, Tensor], outputs: Iterable[int]) -> list[int]:
         """The pieces that a request needs where some values are known, in order."""
         needed: set[int] = set()
-        wanted = [index for index in self.network.outputs if index not in known]
+        wanted = [index for index in outputs if index not in known]
         while wanted:
             producer = self.network.captured.graph.values[wanted.pop()].producer
             assert producer is not None  # else it is an input, which is known

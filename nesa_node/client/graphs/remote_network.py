@@ -103,6 +103,12 @@ class RemoteNetwork:
         """
         return self.run(inputs)
 
+    def run_part(self, part: str, inputs: Mapping[str, Tensor]) -> Any:
+        """What one of a pipeline's networks gives. Inputs of it have names with its own before."""
+        connection = self.connection
+        values = self._loop.run(connection.run(inputs, part=part))
+        return connection.network.make_output(values)[part]
+
     def run(self, inputs: Mapping[str, Any], kept: KeptValues | None = None) -> Any:
         """The same, with what earlier requests of these inputs kept (`GraphConnection.run`)."""
         connection = self.connection

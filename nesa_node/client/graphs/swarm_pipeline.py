@@ -48,6 +48,7 @@ TASKS = (
     "question-answering",
     "summarization",
     "text-classification",
+    "text-to-image",
     "token-classification",
     "translation",
     "zero-shot-classification",
@@ -60,6 +61,7 @@ OWN_PIPELINES: dict[str, Any] = {
     "translation": TextToTextPipeline,
 }
 """Of tasks that transformers 5 has none for."""
+PICTURES = "text-to-image"
 SPEECH = "automatic-speech-recognition"
 MAX_PIXELS = 1 << 26
 """Of a picture, 64 megapixels: a few kilobytes of PNG may stand for gigabytes."""
@@ -116,13 +118,19 @@ class SwarmPipeline:
 
     def _make_pipeline(self, full_task: str, options: dict[str, Any]) -> Any:
         task = self._task
+        if task == PICTURES:
+            if options:
+                raise ConfigError(f"text-to-image takes no {', '.join(options)} here")
+            from nesa_node.client.graphs.remote_diffusion import RemoteDiffusion
+
+            return RemoteDiffusion(self._network)
         name = self._network.checkpoint.name
         model = self._network.connection.network.model
-        assert isinstance(model, PreTrainedModel)
         if type(model).__name__ not in _model_names(task):
             raise UnsupportedModelError(
                 f"{name} is a {type(model).__name__}, which transformers does not use for {task}"
             )
+        assert isinstance(model, PreTrainedModel)
         parts = self._load_parts(task)
         stand_in: Any = model
         if _pipeline_class(task)._pipeline_calls_generate and model.can_generate():
@@ -154,6 +162,8 @@ class SwarmPipeline:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline. Raises `ConfigError` for pictures and audio that cannot be read."""
+        if self._task == PICTURES:
+            return self._pipeline(*args, **kwargs)
         if self._task == SPEECH and args:
             args = _read_speech(args[0], self._pipeline.feature_extractor.sampling_rate), *args[1:]
         else:
@@ -176,8 +186,15 @@ def require_task(task: str) -> None:
     """Raise `ConfigError` for a task that is none of `TASKS`, and of pictures without Pillow."""
     if plain_task(task) not in TASKS:
         raise ConfigError(f"unknown task {task!r}: give {', '.join(TASKS)}")
-    if _pipeline_class(plain_task(task))._load_image_processor and not is_installed("PIL"):
-        raise ConfigError(f"{task} needs Pillow: pip install 'nesa-node[images]'")
+    if plain_task(task) == PICTURES:
+        needed = "diffusers" if is_installed("PIL") else "PIL"
+    elif _pipeline_class(plain_task(task))._load_image_processor:
+        needed = "PIL"
+    else:
+        return
+    if not is_installed(needed):
+        library = {"PIL": "Pillow"}.get(needed, needed)
+        raise ConfigError(f"{task} needs {library}: pip install 'nesa-node[images]'")
 
 
 def plain_task(task: str) -> str:

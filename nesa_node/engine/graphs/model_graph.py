@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,19 @@ from nesa_node.core.errors import (
     UnsupportedModelError,
     is_installed,
 )
+from nesa_node.engine.graphs.text_to_image import PipelineNetworks
 from nesa_node.engine.weights.families import check_counts, parse_config, read_raw_config
+from nesa_node.engine.weights.pipeline_folder import (
+    DECODER,
+    DENOISERS,
+    is_pipeline,
+    read_pipeline_index,
+)
 from nesa_node.engine.weights.skeleton import initializer_lock
 from nesa_node.sharding.capture import CapturedModel, capture
 
+_TIME_IDS = 6
+"""Numbers of sizes and crops that SDXL's networks get."""
 _SAMPLES = 16_000
 """Of audio, a second as most networks take it."""
 
@@ -52,9 +61,15 @@ def capture_model(
     On the meta device, which a model larger than this machine needs, or without `without_memory`
     as nodes capture it: there the graph may differ in its smallest operations.
 
-    Raises as `make_model` does, and `UnsupportedFeatureError` where the model's course depends on
-    values.
+    Raises as `make_model` does, `UnsupportedFeatureError` where the model's course depends on
+    values, and `UnsupportedModelError` for a pipeline of several networks.
     """
+    if is_pipeline(folder):
+        parts = read_pipeline_index(folder, name=name).parts
+        raise UnsupportedModelError(
+            f"{name} is a pipeline of several networks: give one of its folders "
+            f"({', '.join(parts)})"
+        )
     with torch.device("meta" if without_memory else "cpu"):
         model = make_model(folder, name=name, dtype=dtype)
         return capture(model, (), example_inputs(model, sizes))
@@ -63,31 +78,26 @@ def capture_model(
 def make_model(folder: Path, *, name: str, dtype: torch.dtype) -> nn.Module:
     """The model of the `config.json` in `folder`, with weights of any values, in evaluation.
 
-    Of transformers it is the first of its `architectures`, of diffusers its `_class_name`. Its
-    weights are never written to, so that on the CPU they take addresses, but no memory. Code in a
-    checkpoint is never run. Raises `ModelNotFoundError`, `CorruptCheckpointError`,
-    `UnsupportedModelError` for what neither library has a class for, and `ConfigError` without
-    diffusers.
+    Of transformers it is the first of its `architectures`, of diffusers its `_class_name`, and of a
+    folder of several networks `PipelineNetworks`. Its weights are never written to, so that on the
+    CPU they take addresses, but no memory. Code in a checkpoint is never run. Raises
+    `ModelNotFoundError`, `CorruptCheckpointError`, `UnsupportedModelError` for what neither library
+    has a class for, and `ConfigError` without diffusers.
     """
-    raw = _read_any_config(folder, name)
+    if is_pipeline(folder):
+        parts = read_pipeline_index(folder, name=name).parts
+        networks = {
+            part: make_model(folder / part, name=f"{name}/{part}", dtype=dtype) for part in parts
+        }
+        return PipelineNetworks(networks)
+    raw = read_raw_config(folder, name=name)
+    check_counts(raw, folder / "config.json")
     with initializer_lock, init.no_init_weights():
         if "_class_name" in raw:
             model = _make_diffusion_model(raw, name, dtype)
         else:
             model = _make_transformers_model(folder, raw, name, dtype)
     return model.eval().requires_grad_(False)
-
-
-def _read_any_config(folder: Path, name: str) -> Mapping[str, Any]:
-    if (folder / "model_index.json").is_file() and not (folder / "config.json").exists():
-        parts = sorted(path.parent.name for path in folder.glob("*/config.json"))
-        raise UnsupportedModelError(
-            f"{name} is a pipeline of several networks: give one of its folders"
-            + (f" ({', '.join(parts)})" if parts else "")
-        )
-    raw = read_raw_config(folder, name=name)
-    check_counts(raw, folder / "config.json")
-    return raw
 
 
 def _make_transformers_model(
@@ -124,6 +134,8 @@ def example_inputs(model: nn.Module, sizes: RequestSizes) -> dict[str, Any]:
 
     Raises `UnsupportedModelError` for a model of inputs that are not known here.
     """
+    if isinstance(model, PipelineNetworks):
+        return {"parts": _pipeline_inputs(model, sizes)}
     if isinstance(model, PreTrainedModel):
         return _transformers_inputs(model, sizes)
     return _diffusion_inputs(model, sizes)
@@ -210,6 +222,26 @@ def _make_diffusion_model(raw: Mapping[str, Any], name: str, dtype: torch.dtype)
     return model
 
 
+def _pipeline_inputs(networks: PipelineNetworks, sizes: RequestSizes) -> dict[str, dict[str, Any]]:
+    """Of a text, of one step of denoising, and of latents that become a picture."""
+    found: dict[str, dict[str, Any]] = {}
+    decoder: Any = networks.get_submodule(DECODER)
+    if sizes.image_size is not None:
+        scale = 2 ** (len(decoder.config.get("block_out_channels", ())) - 1)
+        sizes = replace(sizes, image_size=max(sizes.image_size // scale, 1))
+    for name, network in networks.named_children():
+        if name == DECODER:
+            continue
+        found[name] = example_inputs(network, sizes)
+        if isinstance(network, PreTrainedModel) and "clip" in network.config.model_type:
+            del found[name]["attention_mask"]  # which no pipeline gives
+    denoiser = next(found[name] for name in DENOISERS if name in found)
+    image_BCHW = denoiser.get("sample", denoiser.get("hidden_states"))
+    assert image_BCHW is not None
+    shape = sizes.batch, decoder.config["latent_channels"], *image_BCHW.shape[2:]
+    return {**found, DECODER: {"latents": torch.zeros(shape, dtype=decoder.dtype)}}
+
+
 def _diffusion_inputs(model: Any, sizes: RequestSizes) -> dict[str, Any]:
     """Of one step of denoising, or an image."""
     config, dtype = model.config, model.dtype
@@ -231,4 +263,16 @@ def _diffusion_inputs(model: Any, sizes: RequestSizes) -> dict[str, Any]:
             f"{type(model).__name__} takes {', '.join(sorted(missing))}: models of "
             f"{', '.join(shapes)} can be planned"
         )
-    return {key: torch.zeros(*shapes[key], dtype=dtype) for key in shapes if key in accepted}
+    given: dict[str, Any] = {
+        key: torch.zeros(*shapes[key], dtype=dtype) for key in shapes if key in accepted
+    }
+    if "timestep" in given:
+        given["timestep"] = given["timestep"].float()  # of which bfloat16 has too few
+    if config.get("addition_embed_type") == "text_time":
+        width = config["projection_class_embeddings_input_dim"]
+        times = _TIME_IDS * config["addition_time_embed_dim"]
+        given["added_cond_kwargs"] = {
+            "text_embeds": torch.zeros(sizes.batch, width - times, dtype=dtype),
+            "time_ids": torch.zeros(sizes.batch, _TIME_IDS, dtype=dtype),
+        }
+    return given

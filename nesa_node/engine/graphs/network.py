@@ -18,13 +18,16 @@ from nesa_node.core.errors import UnsupportedFeatureError
 from nesa_node.core.ids import ModelId
 from nesa_node.engine.graphs.model_graph import RequestSizes, example_inputs, make_model
 from nesa_node.engine.graphs.piece import PieceProgram, build_piece
+from nesa_node.engine.graphs.text_to_image import TYPICAL_STEPS, PipelineNetworks
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.files import Progress
+from nesa_node.engine.weights.pipeline_folder import DENOISERS
 from nesa_node.engine.weights.skeleton import ModelTensors
 from nesa_node.sharding.capture import CapturedModel, capture
 from nesa_node.sharding.dependence import find_fixed_values
 from nesa_node.sharding.graph_plan import (
     GraphPlan,
+    Share,
     SpanInterface,
     check_plan,
     cut_evenly,
@@ -68,31 +71,69 @@ class Network:
     @cached_property
     def _inputs(self) -> dict[str, int | None]:
         """For each argument that is a tensor, the value that it is; None if nothing uses it."""
-        given = _input_nodes(self.captured.program)
-        return {name: self._places.get(node) for name, node in given.items()}
+        return {name: self._places.get(node) for name, node in self._input_nodes.items()}
+
+    @cached_property
+    def _example_shapes(self) -> dict[str, tuple[int, ...]]:
+        sizes, open_sizes = self.captured.example_sizes, self.captured.sizes
+        metas = {name: self._metas[node] for name, node in self._input_nodes.items()}
+        return {
+            name: open_sizes.evaluate_all(tuple(map(as_expression, meta.shape)), sizes)
+            for name, meta in metas.items()
+        }
 
     @cached_property
     def _places(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.captured.values)}
 
     @cached_property
+    def _input_nodes(self) -> dict[str, str]:
+        """For each argument of the captured call that is a tensor, the placeholder's name."""
+        program = self.captured.program
+        given = program.graph_signature.user_inputs
+        _, kwargs = pytree.tree_unflatten(list(given), program.call_spec.in_spec)
+        paths, _ = pytree.tree_flatten_with_path(kwargs["parts"] if self.parts else kwargs)
+        return {
+            ".".join(key.key for key in path): node  # type: ignore[attr-defined]  # all are dicts
+            for path, node in paths
+            if isinstance(node, str) and isinstance(self._metas.get(node), torch.Tensor)
+        }
+
+    @cached_property
     def _metas(self) -> dict[str, Any]:
         return {node.name: node.meta.get("val") for node in self.captured.program.graph.nodes}
 
-    def bind(self, inputs: Mapping[str, Tensor]) -> tuple[dict[int, Tensor], Sizes]:
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the networks of a pipeline, which share no value; none of a single network."""
+        is_several = isinstance(self.model, PipelineNetworks)
+        return tuple(name for name, _ in self.model.named_children()) if is_several else ()
+
+    def bind(
+        self, inputs: Mapping[str, Tensor], part: str | None = None
+    ) -> tuple[dict[int, Tensor], Sizes]:
         """The values that a request's inputs are, and its sizes.
 
-        Raises `UnsupportedFeatureError` for other inputs than the graph has, or of other shapes.
+        Of a pipeline the inputs of one `part`, whose names begin with it and a dot. Raises
+        `UnsupportedFeatureError` for other inputs than the graph has, or of other shapes.
         """
-        if inputs.keys() != self._inputs.keys():
+        expected_names = [
+            name for name in self._inputs if part is None or name.startswith(f"{part}.")
+        ]
+        if inputs.keys() != set(expected_names):
             raise UnsupportedFeatureError(
-                f"{type(self.model).__name__} was captured with {', '.join(self._inputs)}, and is "
-                f"given {', '.join(inputs)}"
+                f"{type(self.model).__name__} was captured with {', '.join(expected_names)}, and "
+                f"is given {', '.join(inputs)}"
             )
-        sizes = self.captured.sizes.bind([inputs[name].shape for name in self._inputs])
+        # Sizes of other parts are as good as any.
+        shapes = [
+            inputs[name].shape if name in inputs else self._example_shapes[name]
+            for name in self._inputs
+        ]
+        sizes = self.captured.sizes.bind(shapes)
         values = {}
         for name, index in self._inputs.items():
-            if index is not None:
+            if index is not None and name in inputs:
                 expected = self.find_shape(index, sizes).dtype
                 values[index] = inputs[name].to(expected)
         return values, sizes
@@ -116,32 +157,61 @@ class Network:
     def find_fixed_values(self, changing: frozenset[str]) -> frozenset[int]:
         """The values that stay the same where only the inputs called `changing` are replaced."""
         if changing not in self._fixed_values:
-            nodes = _input_nodes(self.captured.program)
-            placeholders = [nodes[name] for name in changing]
+            placeholders = [self._input_nodes[name] for name in changing]
             self._fixed_values[changing] = find_fixed_values(self.captured, placeholders)
         return self._fixed_values[changing]
 
     def make_output(self, values: Mapping[int, Tensor]) -> Any:
-        """What the model returns, of the graph's output values."""
+        """What the model returns, of the graph's output values.
+
+        None for those that are not given.
+        """
         program = self.captured.program
         specs = program.graph_signature.output_specs
         leaves = [getattr(spec.arg, "value", None) for spec in specs]
         for index, spec in enumerate(specs):
             place = self._places.get(spec.arg.name) if hasattr(spec.arg, "name") else None
             if place is not None:
-                leaves[index] = values[place]
+                leaves[index] = values.get(place)
         return pytree.tree_unflatten(leaves, program.call_spec.out_spec)
 
+    def outputs(self, part: str | None = None) -> tuple[int, ...]:
+        """The values that the model returns, or one part of a pipeline."""
+        values = enumerate(self.captured.graph.values)
+        return tuple(
+            index
+            for index, value in values
+            if value.is_output and part in (None, self._part_of[index])
+        )
+
     @cached_property
-    def outputs(self) -> tuple[int, ...]:
-        """The values that the model returns."""
+    def _part_of(self) -> Sequence[str]:
+        """The part of each value."""
         graph = self.captured.graph
-        return tuple(index for index, value in enumerate(graph.values) if value.is_output)
+        found = [""] * len(graph.values)
+        for name, index in self._inputs.items():
+            if index is not None:
+                found[index] = name.partition(".")[0]
+        for inputs, outputs in zip(graph.inputs, graph.outputs, strict=True):
+            for index in outputs:
+                found[index] = found[inputs[0]]
+        return found
 
     def make_plan(self, count: int) -> GraphPlan:
         """A plan of `count` pieces for equal machines. Raises `ConfigError`."""
-        pieces = cut_evenly(self.captured.graph, count)
+        pieces = cut_evenly(self.captured.graph, count, self._find_shares())
         return make_plan(self.captured, pieces, self.dtype, self.sizes)
+
+    def _find_shares(self) -> Sequence[Share]:
+        """The operations of each part, which are in no piece of another one's."""
+        part_of = [self._part_of[outputs[0]] for outputs in self.captured.graph.outputs]
+        return [
+            Share(
+                tuple(index for index, found in enumerate(part_of) if found == part),
+                TYPICAL_STEPS if part in DENOISERS else 1,
+            )
+            for part in self.parts
+        ]
 
     def check_plan(self, plan: GraphPlan) -> None:
         """Raise `UnsupportedFeatureError` for a plan of another graph."""
@@ -226,16 +296,3 @@ def compute_plan_id(checkpoint: Checkpoint, plan: GraphPlan) -> ModelId:
 def library_versions() -> dict[str, str]:
     """Versions of the libraries that decide what a graph looks like."""
     return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-
-
-def _input_nodes(program: torch.export.ExportedProgram) -> dict[str, str]:
-    """For each argument of the captured call that is a tensor, the placeholder's name."""
-    metas = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
-    _, kwargs_spec = program.call_spec.in_spec.children()
-    names = kwargs_spec.context
-    given = program.graph_signature.user_inputs
-    return {
-        name: node
-        for name, node in zip(names, given, strict=True)
-        if isinstance(node, str) and isinstance(metas.get(node), torch.Tensor)
-    }

@@ -32,6 +32,7 @@ from nesa_node.engine.weights.families import (
     read_raw_config,
 )
 from nesa_node.engine.weights.files import (
+    DIFFUSION_INDEX_FILE,
     INDEX_FILE,
     Progress,
     TensorInfo,
@@ -40,6 +41,7 @@ from nesa_node.engine.weights.files import (
     read_tensor,
     read_window,
 )
+from nesa_node.engine.weights.pipeline_folder import is_pipeline, read_pipeline_index
 
 WINDOW_BYTES = 256
 WINDOWS_PER_TENSOR = 8
@@ -78,6 +80,11 @@ class ReadConfig(Protocol):
 
 
 SINGLE_FILE = "model.safetensors"
+WEIGHT_FILES = {
+    INDEX_FILE: SINGLE_FILE,
+    DIFFUSION_INDEX_FILE: "diffusion_pytorch_model.safetensors",
+}
+"""The index of several files, and the name of a single one."""
 MAX_WEIGHT_FILES = 2048
 _PICKLE_SUFFIX = re.compile(r"\.(bin|pt|pth|ckpt|pkl|h5|msgpack)$")
 
@@ -156,9 +163,8 @@ class LocalCheckpoint(Checkpoint):
     """A folder with `config.json` and `model.safetensors`, or its shards and their index."""
 
     def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
-        present = {path.name for path in self.folder.iterdir()}
-        missing = {self.tensors[name].file for name in names} - present
-        if missing:
+        files = {self.tensors[name].file for name in names}
+        if missing := [file for file in files if not (self.folder / file).is_file()]:
             raise ModelNotFoundError(f"{self.folder} no longer has {', '.join(sorted(missing))}")
 
     def download_sizes(self, names: Iterable[str]) -> Mapping[str, int]:
@@ -177,11 +183,36 @@ class LocalCheckpoint(Checkpoint):
 def open_folder(folder: Path, read: ReadConfig = read_config) -> LocalCheckpoint:
     folder = folder.resolve()
     config = read(folder, name=folder.name)
-    files = list_weight_files({path.name for path in folder.iterdir()}, folder, name=folder.name)
+    present = {str(path.relative_to(folder)) for path in _list_files(folder)}
     tensors: dict[str, TensorInfo] = {}
-    for file in files:
-        tensors.update(read_header(folder / file, file))
+    for prefix, files in find_weights(present, folder, name=folder.name).items():
+        for file in files:
+            tensors |= {
+                prefix + key: info for key, info in read_header(folder / file, file).items()
+            }
     return LocalCheckpoint(folder.name, folder, config, tensors)
+
+
+def _list_files(folder: Path) -> Iterable[Path]:
+    """Files of a checkpoint, and of a pipeline's networks."""
+    return (path for path in (*folder.iterdir(), *folder.glob("*/*")) if path.is_file())
+
+
+def find_weights(present: set[str], folder: Path, *, name: str) -> dict[str, tuple[str, ...]]:
+    """The safetensors files of a checkpoint, by the prefix that the names of their tensors get.
+
+    Of a pipeline each network's name is one. `present` are paths of files below the checkpoint's
+    folder. Raises as `list_weight_files` does.
+    """
+    if not is_pipeline(folder):
+        own = {path for path in present if "/" not in path}
+        return {"": list_weight_files(own, folder, name=name)}
+    found = {}
+    for part in read_pipeline_index(folder, name=name).parts:
+        inside = {path.removeprefix(f"{part}/") for path in present if path.startswith(f"{part}/")}
+        files = list_weight_files(inside, folder / part, name=f"{name}/{part}")
+        found[f"{part}."] = tuple(f"{part}/{file}" for file in files)
+    return found
 
 
 def list_weight_files(present: set[str], folder: Path, *, name: str) -> tuple[str, ...]:
@@ -191,13 +222,14 @@ def list_weight_files(present: set[str], folder: Path, *, name: str) -> tuple[st
     weights exist, `CorruptCheckpointError` for a bad index, and `ModelNotFoundError` where a file
     is missing.
     """
-    if INDEX_FILE in present:
-        files = _read_index(folder / INDEX_FILE)
-        if missing := sorted(set(files) - present):
-            raise ModelNotFoundError(f"{name} lacks {', '.join(missing)}, which {INDEX_FILE} names")
-        return files
-    if SINGLE_FILE in present:
-        return (SINGLE_FILE,)
+    for index, single in WEIGHT_FILES.items():
+        if index in present:
+            files = _read_index(folder / index)
+            if missing := sorted(set(files) - present):
+                raise ModelNotFoundError(f"{name} lacks {', '.join(missing)}, which {index} names")
+            return files
+        if single in present:
+            return (single,)
     if pickled := sorted(file for file in present if _PICKLE_SUFFIX.search(file)):
         raise UnsafeCheckpointError(
             f"{name} has its weights as {pickled[0]}, which can run code when it is opened, and no "

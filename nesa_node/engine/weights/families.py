@@ -24,6 +24,7 @@ from nesa_node.core.errors import (
     UnsupportedModelError,
 )
 from nesa_node.engine.weights.files import read_json
+from nesa_node.engine.weights.pipeline_folder import is_pipeline, read_pipeline_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,14 @@ _NUM_BLOCKS_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 
 def read_raw_config(folder: Path, *, name: str) -> dict[str, Any]:
-    """Return the parsed `config.json`. Raises `ModelNotFoundError`, `CorruptCheckpointError`."""
+    """Return the parsed `config.json`, or of a pipeline's folder all that decides what it is.
+
+    Raises `ModelNotFoundError`, `CorruptCheckpointError` and `UnsupportedModelError`.
+    """
+    if is_pipeline(folder):
+        index = read_pipeline_index(folder, name=name)
+        parts = {part: read_raw_config(folder / part, name=name) for part in index.parts}
+        return {"pipeline": index.class_name, "parts": parts}
     path = folder / "config.json"
     try:
         raw = read_json(path)
@@ -265,13 +273,18 @@ def is_language_model(folder: Path, *, name: str) -> bool:
 def read_network_config(folder: Path, *, name: str) -> PreTrainedConfig:
     """Return the config of any model of transformers, not only of a causal decoder.
 
-    Raises as `read_config` does.
+    Of diffusers' models and pipelines, one that only names their class. Raises as `read_config`
+    does.
     """
     raw = read_raw_config(folder, name=name)
-    _require_unquantized(raw, name)
+    is_one = not is_pipeline(folder)
+    for part, each in {"": raw}.items() if is_one else raw["parts"].items():
+        _require_unquantized(each, name)
+        check_counts(each, folder / part / "config.json")
+    if named := raw.get("_class_name") if is_one else raw["pipeline"]:
+        return PreTrainedConfig(architectures=[str(named)])
     if "model_type" not in raw:
         raise UnsupportedModelError(f"{name}: {folder / 'config.json'} has no model_type")
-    check_counts(raw, folder / "config.json")
     return parse_config(folder)
 
 

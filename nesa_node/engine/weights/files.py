@@ -35,6 +35,8 @@ from nesa_node.engine.kernels.machine_code import allocate_in_huge_pages
 log = get_logger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
+DIFFUSION_INDEX_FILE = "diffusion_pytorch_model.safetensors.index.json"
+"""Of diffusers' networks."""
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 32 << 20
 MAX_TOKENIZER_BYTES = 40 << 20
@@ -45,6 +47,8 @@ _MAX_REASON_CHARS = 300
 
 MAX_SIDE_FILE_BYTES = {
     "config.json": MAX_CONFIG_BYTES,
+    "model_index.json": MAX_CONFIG_BYTES,
+    "scheduler_config.json": MAX_CONFIG_BYTES,
     "generation_config.json": MAX_CONFIG_BYTES,
     "preprocessor_config.json": MAX_CONFIG_BYTES,
     "processor_config.json": MAX_CONFIG_BYTES,
@@ -64,6 +68,7 @@ MAX_SIDE_FILE_BYTES = {
     "source.spm": MAX_TOKENIZER_BYTES,
     "target.spm": MAX_TOKENIZER_BYTES,
     INDEX_FILE: MAX_INDEX_BYTES,
+    DIFFUSION_INDEX_FILE: MAX_INDEX_BYTES,
 }
 """Maximum size in bytes of every file that is read beside the weights. The largest known in the
 supported families: 33 MiB for a tokenizer of 262,144 tokens, 9 MiB for an index of 91,991 tensors.

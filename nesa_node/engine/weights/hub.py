@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_url, try_to_load_from_cache
@@ -41,11 +41,12 @@ from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.weights.checkpoint import (
     Checkpoint,
     ReadConfig,
-    list_weight_files,
+    find_weights,
     open_folder,
 )
 from nesa_node.engine.weights.families import read_config
 from nesa_node.engine.weights.files import (
+    DIFFUSION_INDEX_FILE,
     INDEX_FILE,
     MAX_SIDE_FILE_BYTES,
     Progress,
@@ -53,6 +54,11 @@ from nesa_node.engine.weights.files import (
     check_size,
     parse_header,
     read_header,
+)
+from nesa_node.engine.weights.pipeline_folder import (
+    PIPELINE_INDEX,
+    is_pipeline,
+    read_pipeline_index,
 )
 
 log = get_logger(__name__)
@@ -117,8 +123,8 @@ class HubRepository:
     def _download(self, files: Sequence[HubFile], progress: Progress | None) -> Path:
         cache = self.cache_dir
         for file in files:
-            if file.name in MAX_SIDE_FILE_BYTES:
-                check_size(file.name, file.size, where=self.name)
+            if (base := PurePosixPath(file.name).name) in MAX_SIDE_FILE_BYTES:
+                check_size(base, file.size, where=self.name)
         missing = self._missing(files)
         total = sum(file.size for file in missing)
         if total:
@@ -132,7 +138,7 @@ class HubRepository:
                 )
             os.utime(cache / self._folder_name)  # used now, as `_evict` orders them
             _verify(Path(path), file)
-            folder = Path(path).parent
+            folder = Path(path).parents[file.name.count("/")]
             done += file.size if file in missing else 0
         return folder
 
@@ -266,7 +272,9 @@ class HubCheckpoint(Checkpoint):
         self._repository.require_allowed(files)
         self._repository.download(files, progress=progress)
         for file in files:
-            self.tensors.update(read_header(self.folder / file, file))
+            prefix = "" if "/" not in file else f"{PurePosixPath(file).parent}."
+            found = read_header(self.folder / file, file)
+            self.tensors |= {prefix + name: info for name, info in found.items()}
         self._fetched_files.update(files)
 
     def download_sizes(self, names: Iterable[str]) -> Mapping[str, int]:
@@ -277,8 +285,7 @@ class HubCheckpoint(Checkpoint):
         self._repository.require_allowed({self.tensors[name].file for name in names})
 
     def fetch_side_files(self) -> Path:
-        wanted = [name for name in MAX_SIDE_FILE_BYTES if name in self._repository.files]
-        return self._repository.download(wanted)
+        return self._repository.download(_side_files(self._repository.files, self.folder))
 
     def tensor_digests(self) -> Mapping[str, str]:
         files = {info.file for info in self.tensors.values()}
@@ -335,7 +342,8 @@ def fetch_config(model: str, *, cache_dir: Path) -> Path:
     """
     if (folder := _find_folder(model, None, cache_dir)) is not None:
         return folder
-    return _open_repository(HfApi(), model, None, cache_dir).download(["config.json"])
+    repository = _open_repository(HfApi(), model, None, cache_dir)
+    return repository.download([name for name in _FIRST_FILES[:2] if name in repository.files])
 
 
 def _find_folder(model: str, revision: str | None, cache_dir: Path) -> Path | None:
@@ -358,7 +366,8 @@ def _find_folder(model: str, revision: str | None, cache_dir: Path) -> Path | No
 def find_cached_folder(name: str, cache_dir: Path) -> Path | None:
     """The folder under `cache_dir` that has the model's name; None without, and for a path."""
     folder = cache_dir / name
-    return folder if is_model_name(name) and (folder / "config.json").is_file() else None
+    has_model = (folder / "config.json").is_file() or is_pipeline(folder)
+    return folder if is_model_name(name) and has_model else None
 
 
 def open_hub(
@@ -385,10 +394,29 @@ def open_hub(
         api, model, revision, cache_dir, max_disk_bytes, evicts, max_model_bytes
     )
     files = repository.files
-    folder = repository.download(name for name in ("config.json", INDEX_FILE) if name in files)
+    folder = repository.download(name for name in _FIRST_FILES if name in files)
+    if is_pipeline(folder):
+        parts = read_pipeline_index(folder, name=model, present=files).parts
+        first = (f"{part}/{name}" for part in parts for name in _FIRST_FILES)
+        repository.download(name for name in first if name in files)
     config = read(folder, name=model)
-    tensors = repository.read_headers(list_weight_files(set(files), folder, name=model))
+    tensors: dict[str, TensorInfo] = {}
+    for prefix, names in find_weights(set(files), folder, name=model).items():
+        tensors |= {prefix + key: info for key, info in repository.read_headers(names).items()}
     return HubCheckpoint(repository, folder, config, tensors)
+
+
+_FIRST_FILES = ("config.json", PIPELINE_INDEX, INDEX_FILE, DIFFUSION_INDEX_FILE)
+"""What tells which other files there are."""
+
+
+def _side_files(files: Iterable[str], folder: Path) -> list[str]:
+    """The side files of a repository, of a pipeline also those of its components."""
+    folders = {""}
+    if is_pipeline(folder):
+        folders |= {f"{key}/" for key in read_pipeline_index(folder, name="").components}
+    wanted = {prefix + name for prefix in folders for name in MAX_SIDE_FILE_BYTES}
+    return [name for name in files if name in wanted]
 
 
 def _open_repository(
@@ -401,9 +429,10 @@ def _open_repository(
     max_model_bytes: int | None = None,
 ) -> HubRepository:
     commit, files = _find_files(api, model, revision)
-    if "config.json" not in files:
+    if "config.json" not in files and PIPELINE_INDEX not in files:
         raise ModelNotFoundError(
-            f"{model} on the hub has no config.json; it is no transformers model"
+            f"{model} on the hub has neither config.json nor {PIPELINE_INDEX}; it is no model of "
+            "transformers or diffusers"
         )
     return HubRepository(
         api, model, commit, files, cache_dir / "hub", max_disk_bytes, evicts, max_model_bytes

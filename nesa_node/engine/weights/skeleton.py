@@ -106,7 +106,8 @@ class ModelTensors:
     """A model without weights, of which parts can be loaded.
 
     Names are mapped as in transformers' own loading: renamed layers, fused experts, an optional
-    base-model prefix. Those of other libraries' models are a checkpoint's.
+    base-model prefix. Those of other libraries' models are a checkpoint's. Of a module whose
+    children are models, each child's names are mapped so.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -116,7 +117,12 @@ class ModelTensors:
         tensors = self.model.state_dict()
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        tied: dict[str, str] = getattr(self.model, "all_tied_weights_keys", {})
+        self._models = _find_models(model)
+        tied = {
+            prefix + source: prefix + target
+            for prefix, each in self._models.items()
+            for source, target in each.all_tied_weights_keys.items()
+        }
         self._tied_names = {**tied, **{source: target for target, source in tied.items()}}
         self._loaded_tied_tensors: dict[str, Tensor] = {}
         self._sources = self._map_names()
@@ -218,21 +224,34 @@ class ModelTensors:
         assert not left, f"never loaded: {left}"
 
     def _map_names(self) -> dict[str, TensorSource]:
-        if not isinstance(self.model, PreTrainedModel):
-            return {name: TensorSource([("", name)]) for name in self.checkpoint.tensors}
-        transforms = get_model_conversion_mapping(self.model)
+        # Numeric order as in transformers: experts are stacked in the order of their names.
+        left = sorted(self.checkpoint.tensors, key=_natural_sort_key)
+        sources: dict[str, TensorSource] = {}
+        for prefix, model in self._models.items():
+            sources |= self._map_names_of(prefix, model, [n for n in left if n.startswith(prefix)])
+            left = [name for name in left if not name.startswith(prefix)]
+        return sources | {name: TensorSource([("", name)]) for name in left}
+
+    def _map_names_of(
+        self, prefix: str, model: PreTrainedModel, stored: Sequence[str]
+    ) -> dict[str, TensorSource]:
+        transforms = get_model_conversion_mapping(model)
         renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
         converters = [item for item in transforms if isinstance(item, WeightConverter)]
         by_pattern = {pattern: item for item in converters for pattern in item.source_patterns}
         sources: dict[str, TensorSource] = {}
-        # Numeric order as in transformers: experts are stacked in the order of their names.
-        for name in sorted(self.checkpoint.tensors, key=_natural_sort_key):
+        shapes = {
+            name.removeprefix(prefix): shape
+            for name, shape in self._shapes.items()
+            if name.startswith(prefix)
+        }
+        for name in stored:
             target, pattern = rename_source_key(
-                name, renamings, converters, self.model.base_model_prefix, self._shapes
+                name.removeprefix(prefix), renamings, converters, model.base_model_prefix, shapes
             )
-            if target not in self._shapes:
+            if target not in shapes:
                 continue  # masks and frequencies saved by older versions; other heads
-            source = sources.setdefault(target, TensorSource())
+            source = sources.setdefault(prefix + target, TensorSource())
             source.names.append((pattern or "", name))
             if pattern is not None:
                 source.converter = by_pattern[pattern]
@@ -308,14 +327,24 @@ class ModelTensors:
             except ValueError as error:
                 raise CorruptCheckpointError(f"{self.checkpoint.name}: {name}: {error}") from error
         converter = copy.deepcopy(source.converter)
+        prefix, model = next(each for each in self._models.items() if name.startswith(each[0]))
+        own = name.removeprefix(prefix)
         for pattern, origin in source.names:
             opener: Callable[[], Tensor] = partial(read, origin)
-            converter.add_tensor(name, origin, pattern, opener)  # type: ignore[arg-type]
-        made = converter.convert(name, model=self.model, config=self.model.config)
-        if set(made) != {name}:
+            converter.add_tensor(own, origin, pattern, opener)  # type: ignore[arg-type]
+        made = converter.convert(own, model=model, config=model.config)
+        if set(made) != {own}:
             raise UnsupportedModelError(f"{name} is converted to {sorted(made)}; one is expected")
-        tensor: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
+        tensor: Tensor = made[own][0] if isinstance(made[own], list) else made[own]
         return tensor
+
+
+def _find_models(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """The models of transformers that a module is or has as children, by prefix of their names."""
+    if isinstance(model, PreTrainedModel):
+        return {"": model}
+    children = model.named_children()
+    return {f"{name}.": child for name, child in children if isinstance(child, PreTrainedModel)}
 
 
 class Skeleton(ModelTensors):

@@ -177,8 +177,12 @@ def test_configs_that_diffusers_refuses(
 
 
 def test_a_pipeline_is_several_networks(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text("{}")
-    (tmp_path / "unet").mkdir()
-    (tmp_path / "unet" / "config.json").write_text("{}")
-    with pytest.raises(UnsupportedModelError, match=r"one of its folders \(unet\)"):
+    parts = ("text_encoder", "unet", "vae")
+    components = {part: ["diffusers", "Any"] for part in parts}
+    index = {"_class_name": "AnyPipeline", **components}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    for part in parts:
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"its folders \(text_encoder, unet, vae\)"):
         _capture(tmp_path)
