@@ -14,10 +14,13 @@ from nesa_node.api.endpoints import (
     completions,
     embeddings,
     gateway_info,
+    images,
     responses,
     tokenization,
+    transcriptions,
 )
 from nesa_node.api.gateway import Gateway
+from nesa_node.api.models.networks import NetworkRegistry
 from nesa_node.api.models.registry import ModelRegistry
 from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
 from nesa_node.api.openapi import install_openapi
@@ -25,7 +28,16 @@ from nesa_node.api.responses.http_responses import install_error_handlers
 from nesa_node.api.responses.in_flight import GracefulShutdown, ResponseMemory
 from nesa_node.core.settings.models import GatewayConfig
 
-_ENDPOINT_MODULES = (chat, completions, embeddings, responses, gateway_info, tokenization)
+_ENDPOINT_MODULES = (
+    chat,
+    completions,
+    embeddings,
+    images,
+    responses,
+    gateway_info,
+    tokenization,
+    transcriptions,
+)
 
 
 def make_app(
@@ -34,6 +46,7 @@ def make_app(
     *,
     grammars: GrammarChecker,
     templates: TemplateRenderer,
+    networks: NetworkRegistry | None = None,
     shutdown: GracefulShutdown | None = None,
     metrics: ASGIApp | None = None,
     pages: Sequence[BaseRoute] = (),
@@ -50,7 +63,14 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.gateway = Gateway(models, config, shutdown or GracefulShutdown(), grammars, templates)
+    app.state.gateway = Gateway(
+        models,
+        networks or NetworkRegistry(()),
+        config,
+        shutdown or GracefulShutdown(),
+        grammars,
+        templates,
+    )
     install_error_handlers(app)
     install_openapi(app)
     app.add_middleware(_HeadAsGet)

@@ -30,6 +30,7 @@ from nesa_node import __version__
 from nesa_node.api.generation.job import GenerationEvent, Job, PrefillDone, SessionEnd
 from nesa_node.api.models.jobs import JobContext, RunJobs, run_jobs
 from nesa_node.api.models.metrics import GatewayMetrics
+from nesa_node.api.models.networks import NetworkRegistry
 from nesa_node.api.models.registry import ModelRegistry
 from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
 from nesa_node.api.responses.http_responses import (
@@ -242,6 +243,7 @@ Prepare = Callable[["ServedModel"], Awaitable[PendingResponse]]
 @dataclass(frozen=True, slots=True)
 class Gateway:
     models: ModelRegistry
+    networks: NetworkRegistry
     config: GatewayConfig
     shutdown: GracefulShutdown
     grammars: GrammarChecker

@@ -17,6 +17,7 @@ from nesa_node.api.generation.job import FinishReason
 from nesa_node.api.schemas.request_body import RequestBody
 
 _BODY = "x-body"
+_MEDIA_TYPE = "x-media-type"
 _BODY_CLASSES: dict[str, type[RequestBody]] = {}
 _REF_TEMPLATE = "#/components/schemas/{model}"
 _STATUS_DESCRIPTIONS = {
@@ -26,7 +27,7 @@ _STATUS_DESCRIPTIONS = {
     404: "There is no such model.",
     408: "The body was not received in time.",
     413: "The body is too large.",
-    415: "The content type is not application/json.",
+    415: "The content type is not that of the body.",
     429: "The key is over one of its limits: see Retry-After.",
     502: "Nodes of the swarm refused, or broke the protocol.",
     503: "Blocks are missing, nodes are busy, or the swarm cannot be reached: see Retry-After.",
@@ -198,6 +199,21 @@ class EmbeddingList(ResponseModel):
     usage: Usage
 
 
+class Image(ResponseModel):
+    b64_json: str | None = Field(default=None, description="A PNG file in base64.")
+    url: str | None = Field(default=None, description="The same as a data URL, if asked for.")
+
+
+class ImageList(ResponseModel):
+    created: int
+    data: list[Image]
+    output_format: Literal["png"]
+
+
+class Transcription(ResponseModel):
+    text: str
+
+
 class ModelCard(ResponseModel):
     id: str
     object: Literal["model"]
@@ -246,6 +262,7 @@ def describe(
     events: type[ResponseModel] | None = None,
     *,
     last_event: str = "[DONE]",
+    media_type: str = "application/json",
     statuses: tuple[int, ...] = tuple(_STATUS_DESCRIPTIONS),
 ) -> dict[str, Any]:
     """FastAPI arguments that describe a route; `schemas/request_body.py` reads its body."""
@@ -269,6 +286,7 @@ def describe(
     if body is not None:
         _BODY_CLASSES[body.__name__] = body
         extra[_BODY] = body.__name__
+        extra[_MEDIA_TYPE] = media_type
     return {"summary": summary, "responses": responses, "openapi_extra": extra}
 
 
@@ -305,6 +323,6 @@ def _make_spec(app: FastAPI) -> dict[str, Any]:
         schema = {"$ref": _REF_TEMPLATE.format(model=operation.pop(_BODY))}
         operation["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": schema}},
+            "content": {operation.pop(_MEDIA_TYPE): {"schema": schema}},
         }
     return spec

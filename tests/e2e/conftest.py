@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
+from nesa_node.client.graphs.graph_connection import GraphConnection
+from nesa_node.core.ids import Span
 from tests.engine.tiny_models import reference
 
 
@@ -27,3 +30,17 @@ def folder(tiny: Callable[[str], Path]) -> Path:
 def alone(folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = reference(folder)
     return model
+
+
+@pytest.fixture
+def visited(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
+    """The spans of pieces that requests run, in order."""
+    found: list[Span] = []
+    run_at = GraphConnection._run_at
+
+    async def record(self: Any, link: Any, span: Span, progress: Any) -> Any:
+        found.append(span)
+        return await run_at(self, link, span, progress)
+
+    monkeypatch.setattr(GraphConnection, "_run_at", record)
+    return found

@@ -29,11 +29,12 @@ class GatewayProcess:
 
 @contextmanager
 def gateway_process(
-    model: Path, folder: Path, addresses: Sequence[str], *flags: str
+    model: Path | None, folder: Path, addresses: Sequence[str], *flags: str
 ) -> Iterator[GatewayProcess]:
     """`nesa-node api`, on any port of loopback, until the context ends."""
     ready, log_path = folder / "gateway.json", folder / "gateway.log"
-    argv = [sys.executable, "-m", "nesa_node", "api", "--model", str(model)]
+    argv = [sys.executable, "-m", "nesa_node", "api"]
+    argv += [] if model is None else ["--model", str(model)]
     argv += ["--initial-peers", *addresses, "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
     argv += ["--keys-path", str(folder / "keys.json"), "--dtype", "float32", "--threads", "1"]
     with log_path.open("wb") as log:

@@ -14,7 +14,6 @@ import torch
 import transformers
 
 from nesa_node import SwarmPipeline
-from nesa_node.client.graphs.graph_connection import GraphConnection
 from nesa_node.core.errors import ConfigError, UnsupportedModelError
 from nesa_node.core.ids import Span
 from tests.e2e.test_tasks import BERT, SIZE, TEXTS, VISION, WORDS, Case, picture, serving
@@ -85,20 +84,6 @@ CASES = [
         pieces=5,
     ),
 ]
-
-
-@pytest.fixture
-def visited(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
-    """The spans of pieces that requests run, in order."""
-    found: list[Span] = []
-    run_at = GraphConnection._run_at
-
-    async def record(self: Any, link: Any, span: Span, progress: Any) -> Any:
-        found.append(span)
-        return await run_at(self, link, span, progress)
-
-    monkeypatch.setattr(GraphConnection, "_run_at", record)
-    return found
 
 
 @torch.no_grad()

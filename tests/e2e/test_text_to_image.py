@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 from nesa_node import SwarmPipeline
-from nesa_node.client.graphs.graph_connection import GraphConnection
 from nesa_node.core.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
 from nesa_node.core.ids import Span, split_evenly
 from tests.engine.tiny_pipelines import TITLES, save_pipeline
@@ -32,20 +31,6 @@ def options(seed: int, **more: Any) -> dict[str, Any]:
         "output_type": "np",
         **more,
     }
-
-
-@pytest.fixture
-def visited(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
-    """The spans of pieces that requests run, in order."""
-    found: list[Span] = []
-    run_at = GraphConnection._run_at
-
-    async def record(self: Any, link: Any, span: Span, progress: Any) -> Any:
-        found.append(span)
-        return await run_at(self, link, span, progress)
-
-    monkeypatch.setattr(GraphConnection, "_run_at", record)
-    return found
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers'

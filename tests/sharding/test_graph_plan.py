@@ -13,6 +13,7 @@ from nesa_node.core.ids import Span
 from nesa_node.sharding.graph_plan import (
     MAX_PLAN_BYTES,
     GraphPlan,
+    Share,
     check_plan,
     cut_evenly,
     decode_plan,
@@ -136,3 +137,24 @@ def test_more_pieces_than_operations() -> None:
     for count in (0, 13):
         with pytest.raises(ConfigError, match=rf"{count} pieces: a network of 12 operations"):
             cut_evenly(chain(12), count)
+
+
+def test_a_piece_is_of_one_share_alone() -> None:
+    """Of two chains side by side; what runs more often is cut into more pieces."""
+    one = chain(6)
+    values = [
+        Value(
+            value.size_bytes,
+            None if value.producer is None else value.producer + 6,
+            tuple(each + 6 for each in value.consumers),
+            value.is_output,
+        )
+        for value in one.values
+    ]
+    both = OperationGraph(one.operations * 2, (*one.values, *values))
+    first, second = tuple(range(6)), tuple(range(6, 12))
+    cut = cut_evenly(both, 4, [Share(first, 1), Share(second, 10)])
+    assert cut == (first, (6, 7), (8, 9), (10, 11))
+    assert cut_evenly(both, 2, [Share(first, 1), Share(second, 10)]) == (first, second)
+    with pytest.raises(ConfigError, match="1 pieces: a pipeline of 2 networks has 2 or more"):
+        cut_evenly(both, 1, [Share(first, 1), Share(second, 10)])

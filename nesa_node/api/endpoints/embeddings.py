@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from nesa_node.api.gateway import Gateway, GatewayOf, UsageCounter, UsageOf
 from nesa_node.api.models.jobs import cancel_when, tokenize_prompts
+from nesa_node.api.models.networks import Pipeline
 from nesa_node.api.openapi import EmbeddingList, describe
 from nesa_node.api.responses.http_responses import ComputedJsonResponse
 from nesa_node.api.responses.in_flight import reserve_memory
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from nesa_node.api.models.served_model import ServedModel
 
 MAX_INPUTS = 2048
+MAX_NETWORK_INPUTS = 128
 MAX_INPUT_TOKENS = 300_000
 """Limit on the tokens of all inputs of a request; the same as OpenAI's."""
 MAX_OUTPUT_NUMBERS = 1 << 23
@@ -65,6 +67,10 @@ async def embed(
     usage: UsageOf,
     body: Annotated[EmbeddingRequest, body_dependency(EmbeddingRequest)],
 ) -> Response:
+    if (network := gateway.networks.find(body.model)) is not None:
+        texts = _require_texts(body)
+        compute = partial(_compute_by_network, gateway, usage, network, body, texts)
+        return ComputedJsonResponse(compute, gateway.shutdown)
     model = await gateway.get_model(body.model)
     if gateway.models.adapter_of(body.model) is not None:
         raise invalid_request(
@@ -93,6 +99,39 @@ async def embed(
     return ComputedJsonResponse(compute, gateway.shutdown)
 
 
+def _require_texts(body: EmbeddingRequest) -> list[str]:
+    texts = [each for each in as_list(body.input) if isinstance(each, str)]
+    if isinstance(body.input, list) and len(texts) != len(body.input):
+        raise invalid_request("input: networks in pieces embed texts, not tokens", param="input")
+    if len(texts) > MAX_NETWORK_INPUTS:
+        raise invalid_request(
+            f"input: at most {MAX_NETWORK_INPUTS} texts for a network in pieces, and not "
+            f"{len(texts)}",
+            param="input",
+        )
+    return texts
+
+
+async def _compute_by_network(
+    gateway: Gateway,
+    usage: UsageCounter,
+    network: str,
+    body: EmbeddingRequest,
+    texts: Sequence[str],
+) -> dict[str, Any]:
+    """Of an encoder, by the mean of its last hidden states."""
+    usage.start(network, 0)
+    states = await gateway.networks.run(network, "feature-extraction", partial(_encode, texts))
+    usage.start(network, sum(map(len, states)))
+    usage.charge(usage.prompt_tokens)
+    vectors = [torch.nn.functional.normalize(state_TD.mean(0), dim=0) for state_TD in states]
+    return _to_answer(network, body, vectors, usage.prompt_tokens)
+
+
+def _encode(texts: Sequence[str], pipeline: Pipeline) -> list[torch.Tensor]:
+    return [pipeline(text, return_tensors=True)[0].float() for text in texts]
+
+
 async def _compute(
     gateway: Gateway,
     usage: UsageCounter,
@@ -106,9 +145,15 @@ async def _compute(
     async with usage.charge_prompt_on_cancel(), cancel_when(watching):
         vectors = await model.embed(inputs)
     usage.charge(tokens)
+    return _to_answer(model.name, body, vectors, tokens)
+
+
+def _to_answer(
+    name: str, body: EmbeddingRequest, vectors: Sequence[torch.Tensor], tokens: int
+) -> dict[str, Any]:
     return {
         "object": "list",
-        "model": body.model or model.name,
+        "model": body.model or name,
         "data": _embedding_objects(vectors, as_base64=body.encoding_format == "base64"),
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }

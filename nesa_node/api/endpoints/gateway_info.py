@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from nesa_node import __version__
-from nesa_node.api.gateway import GatewayOf
+from nesa_node.api.gateway import Gateway, GatewayOf
 from nesa_node.api.models.registry import ModelEntry
 from nesa_node.api.openapi import KEY_STATUSES, Health, ModelCard, ModelList, Version, describe
 from nesa_node.api.responses.http_responses import json_response
@@ -34,6 +34,7 @@ async def list_models(gateway: GatewayOf) -> Response:
     for entry in gateway.models.entries():
         cards.append(_to_model_card(entry))
         cards += [_to_adapter_card(entry, name, each) for name, each in entry.adapters.items()]
+    cards += [_to_network_card(gateway, name) for name in gateway.networks.names]
     return json_response({"object": "list", "data": cards})
 
 
@@ -42,6 +43,8 @@ async def list_models(gateway: GatewayOf) -> Response:
     **describe("Retrieve a model", None, ModelCard, statuses=(404, *KEY_STATUSES)),
 )
 async def retrieve_model(gateway: GatewayOf, model_id: str) -> Response:
+    if (network := gateway.networks.find(model_id)) is not None:
+        return json_response(_to_network_card(gateway, network))
     entry = gateway.models.find_entry(model_id)
     if (name := gateway.models.adapter_of(model_id)) is not None:
         adapter = find_published(entry.adapters.values(), name)
@@ -58,6 +61,18 @@ def _to_model_card(entry: ModelEntry) -> dict[str, Any]:
         "owned_by": "nesa-node",
         "max_model_len": entry.context_length,
         "default_sampling": defaults,
+        "parent": None,
+    }
+
+
+def _to_network_card(gateway: Gateway, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": gateway.networks.created,
+        "owned_by": "nesa-node",
+        "max_model_len": None,
+        "default_sampling": None,
         "parent": None,
     }
 
@@ -80,7 +95,9 @@ async def health(gateway: GatewayOf) -> Response:
         holes = gateway.models.holes(entry)
         missing = None if holes is None else [[hole.start, hole.end] for hole in holes]
         models.append({"id": entry.name, "open": entry.is_open, "missing_blocks": missing})
-    well = bool(models) and all(model["missing_blocks"] == [] for model in models)
+    well = bool(models or gateway.networks.names) and all(
+        model["missing_blocks"] == [] for model in models
+    )
     return json_response({"status": "ok" if well else "degraded", "models": models})
 
 
@@ -108,6 +125,7 @@ _EXAMPLES = {
     "/v1/chat/completions": '{"messages": [{"role": "user", "content": "Hello"}]}',
     "/v1/completions": '{"prompt": "The capital of France is", "max_tokens": 16}',
     "/v1/responses": '{"input": "Hello"}',
+    "/v1/images/generations": '{"prompt": "a cat on a mat", "size": "512x512"}',
     "/v1/embeddings": '{"input": "Hello"}',
     "/tokenize": '{"prompt": "Hello"}',
     "/detokenize": '{"tokens": [1, 2]}',
@@ -146,7 +164,9 @@ def _render_page(spec: dict[str, Any], url: str) -> Iterator[str]:
 
 def _curl_command(method: str, path: str, url: str) -> str:
     said = f"curl {url}{path.replace('{', '').replace('}', '').replace(':path', '')}"
-    if method == "post":
+    if path == "/v1/audio/transcriptions":
+        said += " -F file=@speech.wav"
+    elif method == "post":
         body = _EXAMPLES.get(path, "{}")
         said += f" -H 'Content-Type: application/json' \\\n  -d '{body}'"
     return said

@@ -114,7 +114,7 @@ class ModelRegistry:
         self._locate = locate
         self.discovers = not given
         self._entries = [
-            ModelEntry(_last_part(name), name, int(time.time())) for name in dict.fromkeys(given)
+            ModelEntry(last_part(name), name, int(time.time())) for name in dict.fromkeys(given)
         ]
         self._announced: dict[ModelId, AnnouncedModel] = {}
         self._polled = asyncio.Event()
@@ -147,7 +147,7 @@ class ModelRegistry:
     def _refusal_reason(self, name: str | None) -> str | None:
         for model_id, (_, why) in self._refused.items():
             announced = model_id.rpartition("@")[0]
-            names = (None, model_id, announced, _last_part(announced))
+            names = (None, model_id, announced, last_part(announced))
             if model_id in self._announced and name in names:
                 return why
         return None
@@ -163,7 +163,7 @@ class ModelRegistry:
         whole = [
             entry for entry in entries if name in (entry.name, entry.source) or name in entry.ids
         ]
-        found = whole or [entry for entry in entries if _last_part(entry.name) == name]
+        found = whole or [entry for entry in entries if last_part(entry.name) == name]
         base, _ = split_adapter(name)
         return found if found or base == name else self._match_name(base)
 
@@ -405,5 +405,6 @@ def split_adapter(name: str) -> tuple[str, str | None]:
     return (base, adapter) if separator and base and adapter else (name, None)
 
 
-def _last_part(name: str) -> str:
+def last_part(name: str) -> str:
+    """Of a name on the hub or a folder, what it is called in the API."""
     return name.rstrip("/").rpartition("/")[2] or name

@@ -184,6 +184,11 @@ def parse_body(kind: type[B], data: bytes) -> B:
         raise invalid_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise invalid_request("the body must be a JSON object", code="invalid_type")
+    return parse_fields(kind, value)
+
+
+def parse_fields(kind: type[B], value: dict[str, Any]) -> B:
+    """Read the fields of a body as a `kind`. Raises `HttpProblem` that names the wrong field."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:

@@ -156,7 +156,7 @@ Seconds = Annotated[
 ]
 
 ModelName = Annotated[str, ValueFormat("MODEL", "a local folder or the name of a model on the hub")]
-ModelNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _LIST]
+ModelNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _LIST, ValueFormat("MODEL")]
 ModelPatterns = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=128)], ...],
     _LIST,

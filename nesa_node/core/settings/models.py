@@ -329,6 +329,12 @@ class GatewayConfig(ClientConfig, AccessConfig, MetricsConfig):
     trace_service = "nesa-gateway"
 
     models: ModelNames = ()
+    networks: ModelNames = setting(
+        (),
+        "Swarm",
+        "Networks in pieces that are offered, too, for pictures, transcriptions and embeddings: a "
+        "folder, or a model's name on the hub; may be repeated.",
+    )
     listen: HttpAddressText = setting("127.0.0.1:8000", "Access", "Where to serve.", basic=True)
     # Linux' default hard limit of open files of one process is 1,048,576 (fs.nr_open).
     max_connections: Annotated[PositiveInt, Field(le=1_000_000)] = setting(
