@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,11 @@ from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.core.wait_tracking import track_wait
-from nesa_node.engine.model.devices import SpanThroughput, free_memory_bytes
+from nesa_node.engine.model.devices import (
+    MeasurementCancelled,
+    SpanThroughput,
+    free_memory_bytes,
+)
 from nesa_node.engine.weights.files import show_progress
 from nesa_node.server.graphs.graph_model import GraphModel
 from nesa_node.server.graphs.graph_server import GraphServer
@@ -23,6 +27,7 @@ from nesa_node.server.graphs.request_room import RequestRoom
 from nesa_node.server.graphs.served_pieces import ServedPieces
 from nesa_node.server.node.announcer import Announcer, Capacity
 from nesa_node.server.node.served_span import ServedSpan
+from nesa_node.server.node.span_speed import keep_speed_current
 from nesa_node.server.scheduler.scheduler import Scheduler
 from nesa_node.server.session.message_loop import RefusalLog
 from nesa_node.swarm.node import Swarm
@@ -50,6 +55,7 @@ class GraphSpan(ServedSpan):
         self.span = pieces.span
         self.weight_bytes = pieces.weight_bytes
         self.throughput = throughput
+        self._pieces = pieces
         self._server = server
         self._scheduler = scheduler
 
@@ -70,7 +76,13 @@ class GraphSpan(ServedSpan):
     def keep_speed_current(
         self, announcer: Announcer, cache_dir: Path
     ) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
+        return keep_speed_current(
+            self._scheduler.executor,
+            announcer,
+            cache_dir,
+            measure=partial(_measure, self._pieces),
+            take_served=lambda _: _as_throughput(self._pieces.take_mean_s()),
+        )
 
 
 @asynccontextmanager
@@ -123,8 +135,11 @@ def _load(served: GraphModel, span: Span) -> ServedPieces:
     return ServedPieces(network, plan, span, weights, served.device, min(room, MAX_ROOM_BYTES))
 
 
-def _measure(pieces: ServedPieces) -> SpanThroughput:
-    """Requests a second through the span, of the sizes for which the network was captured."""
+def _measure(pieces: ServedPieces, stop: Callable[[], bool] = bool) -> SpanThroughput:
+    """Requests a second through the span, of the sizes for which the network was captured.
+
+    Raises `MeasurementCancelled` once `stop` returns true.
+    """
     network, seconds = pieces.network, []
     sizes = network.example_sizes
     interface = network.find_interface(pieces.plan.operations(pieces.span))
@@ -133,8 +148,19 @@ def _measure(pieces: ServedPieces) -> SpanThroughput:
         expected = network.find_shape(index, sizes)
         values[index] = torch.zeros(expected.shape, dtype=expected.dtype)
     for _ in range(MEASURED_RUNS):
+        if stop():
+            raise MeasurementCancelled
         began = time.perf_counter()
         pieces.run(pieces.span, sizes, values)
         seconds.append(time.perf_counter() - began)
-    rate = 1 / max(min(seconds[1:]), 1e-6)
+    pieces.forget_times()
+    found = _as_throughput(min(seconds[1:]))
+    assert found is not None
+    return found
+
+
+def _as_throughput(request_s: float | None) -> SpanThroughput | None:
+    if request_s is None:
+        return None
+    rate = 1 / max(request_s, 1e-6)
     return SpanThroughput(prefill_tokens_per_s=rate, decode_tokens_per_s=rate)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +15,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.lru_table import LruTable
 from nesa_node.engine.graphs.network import Network
 from nesa_node.engine.graphs.piece import GraphPiece
+from nesa_node.engine.kernels.threads import clipped_mean
 from nesa_node.sharding.graph_plan import GraphPlan
 from nesa_node.sharding.open_sizes import Sizes
 
@@ -23,6 +25,9 @@ MAX_PROGRAMS = 32
 """Spans within the served one whose code is kept."""
 MAX_KNOWN_SIZES = 256
 MAX_SYMBOL_VALUE = 1 << 24
+MIN_TIMES = 8
+MAX_TIMES = 256
+"""Of requests, from which a speed is announced."""
 
 
 class ServedPieces:
@@ -44,6 +49,7 @@ class ServedPieces:
         self.device = device
         self.max_bytes = max_bytes
         self._weights = weights
+        self._seconds: deque[float] = deque(maxlen=MAX_TIMES)
         self._pieces: OrderedDict[Span, GraphPiece] = OrderedDict()
         self._peaks: LruTable[tuple[Span, Sizes], int] = LruTable(MAX_KNOWN_SIZES)
 
@@ -62,12 +68,16 @@ class ServedPieces:
         piece = self._find_piece(span)
         try:
             self._check(piece, span, sizes, values)
+            started = time.perf_counter()
             given = [values[index].to(self.device) for index in piece.interface.received]
             made = piece.run(given, sizes)
-            return {
+            found = {
                 index: tensor.cpu()
                 for index, tensor in zip(piece.interface.sent, made, strict=True)
             }
+            if span == self.span and sizes == self.network.example_sizes:
+                self._seconds.append(time.perf_counter() - started)
+            return found
         except NesaError:
             raise
         except Exception as error:  # torch and sympy raise what they like
@@ -76,6 +86,21 @@ class ServedPieces:
             raise ProtocolError(
                 "not_computed", f"pieces {span} could not be computed: {reason}"
             ) from None
+
+    def take_mean_s(self) -> float | None:
+        """Clipped mean of what requests took since the last call; None of too few.
+
+        Of those through the whole span, of the sizes for which the network was captured.
+        """
+        if len(self._seconds) < MIN_TIMES:
+            return None
+        times = list(self._seconds)
+        self.forget_times()
+        return clipped_mean(times)
+
+    def forget_times(self) -> None:
+        """Leave out what was computed so far, which no client asked for."""
+        self._seconds.clear()
 
     def _find_piece(self, span: Span) -> GraphPiece:
         if span in self._pieces:

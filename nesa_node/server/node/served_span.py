@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -115,7 +116,17 @@ class DecoderSpan(ServedSpan):
     def keep_speed_current(
         self, announcer: Announcer, cache_dir: Path
     ) -> AbstractAsyncContextManager[None]:
-        return keep_speed_current(self.blocks, self._scheduler, announcer, cache_dir)
+        def take_served(announced: SpanThroughput) -> SpanThroughput | None:
+            step_s = self._scheduler.decode_times.take_mean_s(self.span)
+            return None if step_s is None else replace(announced, decode_tokens_per_s=1 / step_s)
+
+        return keep_speed_current(
+            self._scheduler.executor,
+            announcer,
+            cache_dir,
+            measure=lambda stop: measure_throughput(self.blocks, stop=stop),
+            take_served=take_served,
+        )
 
     def capacity(self) -> Capacity:
         return Capacity(

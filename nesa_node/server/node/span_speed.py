@@ -7,23 +7,27 @@ import math
 import random
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.kernels.threads import IdleCores
-from nesa_node.engine.model.blocks import ModelBlocks
-from nesa_node.engine.model.devices import MeasurementCancelled, SpanThroughput, measure_throughput
+from nesa_node.engine.model.devices import MeasurementCancelled, SpanThroughput
 from nesa_node.engine.model.machine_figures import MEASUREMENT_LOCK
 from nesa_node.server.node.announcer import Announcer
-from nesa_node.server.scheduler.scheduler import Scheduler
+from nesa_node.server.scheduler.batch import Executor
 from nesa_node.swarm.p2p.tasks import running_in_background
 
 log = get_logger(__name__)
+
+Measure = Callable[[Callable[[], bool]], SpanThroughput]
+"""Measures a span in the device's thread. Raises `MeasurementCancelled` once its argument returns
+true."""
+TakeServed = Callable[[SpanThroughput], SpanThroughput | None]
+"""What was announced, with the speed of what was served since the last call; None of too little."""
 
 SAMPLE_INTERVAL_S = 5.0
 MIN_CORE_CHANGE = 0.4
@@ -81,14 +85,19 @@ class RemeasurePolicy:
 
 @asynccontextmanager
 async def keep_speed_current(
-    blocks: ModelBlocks, scheduler: Scheduler, announcer: Announcer, cache_dir: Path
+    executor: Executor,
+    announcer: Announcer,
+    cache_dir: Path,
+    *,
+    measure: Measure,
+    take_served: TakeServed,
 ) -> AsyncIterator[None]:
-    """Keep the announced speed of `blocks` current while the body runs.
+    """Keep the announced speed of a span current while the body runs.
 
     Processes with the same `cache_dir` measure one at a time.
     """
     ending = threading.Event()
-    loop = _SpeedLoop(blocks, scheduler, announcer, cache_dir, ending)
+    loop = _SpeedLoop(executor, announcer, cache_dir, ending, measure, take_served)
     async with running_in_background(loop.run()):
         try:
             yield
@@ -99,14 +108,16 @@ async def keep_speed_current(
 class _SpeedLoop:
     def __init__(
         self,
-        blocks: ModelBlocks,
-        scheduler: Scheduler,
+        executor: Executor,
         announcer: Announcer,
         cache_dir: Path,
         ending: threading.Event,
+        measure: Measure,
+        take_served: TakeServed,
     ) -> None:
-        self._blocks, self._scheduler, self._announcer = blocks, scheduler, announcer
+        self._executor, self._announcer = executor, announcer
         self._cache_dir, self._ending = cache_dir, ending
+        self._measure_span, self._take_served = measure, take_served
         self._policy = RemeasurePolicy(time.monotonic())
         self._idle_cores = IdleCores()
 
@@ -117,22 +128,22 @@ class _SpeedLoop:
             idle, now = self._idle_cores(), time.monotonic()
             if self._policy.may_use_served(now):
                 self._use_served(now)
-            if self._scheduler.executor.idle_s < SAMPLE_INTERVAL_S:
+            if self._executor.idle_s < SAMPLE_INTERVAL_S:
                 self._policy.discard_sample()
             elif self._policy.is_due(idle, now) and not await self._measure(idle):
                 return
 
     def _use_served(self, now: float) -> None:
-        """Announce the speed of the steps that were served, if there are enough."""
-        step_s = self._scheduler.decode_times.take_mean_s(self._blocks.span)
-        if step_s is not None:
+        """Announce the speed of what was served, if that was enough."""
+        throughput = self._take_served(self._announcer.throughput)
+        if throughput is not None:
             self._policy.record_served(now)
-            self._announce(replace(self._announcer.throughput, decode_tokens_per_s=1 / step_s))
+            self._announce(throughput)
 
     async def _measure(self, idle_cores: float) -> bool:
         """Measure, unless other work needs the device. Returns whether that may be tried again."""
         try:
-            throughput = await self._scheduler.executor.run(self._measure_alone)
+            throughput = await self._executor.run(self._measure_alone)
         except (MeasurementCancelled, Timeout):
             return True
         except Exception:  # torch has its own errors; the announced speed stays
@@ -147,11 +158,11 @@ class _SpeedLoop:
         """Raises `Timeout` while another process of this computer measures."""
 
         def stop() -> bool:
-            return self._ending.is_set() or self._scheduler.executor.has_queue
+            return self._ending.is_set() or self._executor.has_queue
 
         self._cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(self._cache_dir / MEASUREMENT_LOCK, timeout=0):
-            return measure_throughput(self._blocks, stop=stop)
+            return self._measure_span(stop)
 
     def _announce(self, throughput: SpanThroughput) -> None:
         if speeds_differ(throughput, self._announcer.throughput):

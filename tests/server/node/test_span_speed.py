@@ -15,6 +15,7 @@ from nesa_node.core.ids import Span
 from nesa_node.engine.model.devices import MeasurementCancelled, SpanThroughput
 from nesa_node.engine.model.machine_figures import MEASUREMENT_LOCK
 from nesa_node.server.node import span_speed as speed
+from nesa_node.server.node.served_span import DecoderSpan
 from nesa_node.server.node.span_speed import RemeasurePolicy, keep_speed_current, speeds_differ
 from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import (
@@ -99,30 +100,32 @@ def announcer_of() -> Any:
 
 
 @pytest.fixture
-def set_measure(monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], None]:
-    """Replaces the measurement; looks follow at once."""
+def _looking_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "SAMPLE_INTERVAL_S", 0.01)
     monkeypatch.setattr(speed, "MIN_MEASURE_INTERVAL_S", 0.0)
-    return lambda measure: monkeypatch.setattr(speed, "measure_throughput", measure)
 
 
-async def test_what_an_idle_node_measures_is_announced(
-    set_measure: Callable[[Measure], None], tmp_path: Path
-) -> None:
+def serve_nothing(announced: SpanThroughput) -> SpanThroughput | None:
+    return None
+
+
+@pytest.mark.usefixtures("_looking_at_once")
+async def test_what_an_idle_node_measures_is_announced(tmp_path: Path) -> None:
     asked, measured, loop = [], asyncio.Event(), asyncio.get_running_loop()
 
-    def measure(blocks: object, *, stop: Any) -> SpanThroughput:
+    def measure(stop: Callable[[], bool]) -> SpanThroughput:
         asked.append(stop())
         if len(asked) == 1:
             raise MeasurementCancelled
         loop.call_soon_threadsafe(measured.set)
         return SpanThroughput(200, 20)
 
-    set_measure(measure)
     announcer = announcer_of()
     async with (
         open_executor() as executor,
-        keep_speed_current(BLOCKS, scheduler_of(executor), announcer, tmp_path),
+        keep_speed_current(
+            executor, announcer, tmp_path, measure=measure, take_served=serve_nothing
+        ),
         asyncio.timeout(10),
     ):
         await measured.wait()
@@ -131,24 +134,27 @@ async def test_what_an_idle_node_measures_is_announced(
     assert asked[0] is False
 
 
-async def test_nodes_of_one_computer_measure_one_after_the_other(
-    set_measure: Callable[[Measure], None], tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("_looking_at_once")
+async def test_nodes_of_one_computer_measure_one_after_the_other(tmp_path: Path) -> None:
     measured, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def measure(blocks: object, *, stop: Any) -> SpanThroughput:
+    def measure(stop: Callable[[], bool]) -> SpanThroughput:
         loop.call_soon_threadsafe(measured.set)
         return SpanThroughput(200, 20)
 
-    set_measure(measure)
+    def keep(folder: Path) -> Any:
+        return keep_speed_current(
+            executor, announcer_of(), folder, measure=measure, take_served=serve_nothing
+        )
+
     async with open_executor() as executor:
-        scheduler, folder = scheduler_of(executor), tmp_path / "cache"
+        folder = tmp_path / "cache"
         folder.mkdir()
         with FileLock(folder / MEASUREMENT_LOCK):
-            async with keep_speed_current(BLOCKS, scheduler, announcer_of(), folder):
+            async with keep(folder):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(measured.wait(), 0.5)
-        async with keep_speed_current(BLOCKS, scheduler, announcer_of(), folder):
+        async with keep(folder):
             await asyncio.wait_for(measured.wait(), 10)
 
 
@@ -175,15 +181,17 @@ class BusyExecutor:
         return SpanThroughput(200, 20)
 
 
+@pytest.mark.usefixtures("_looking_at_once")
 async def test_a_node_that_serves_announces_its_steps_and_does_not_measure(
-    set_measure: Callable[[Measure], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(speed, "MAX_MEASURE_INTERVAL_S", 0.0)
     executor: Any = BusyExecutor()
     scheduler, announcer = scheduler_of(executor), announcer_of()
     for number in range(20):
         scheduler.decode_times.record(queue_of(), 0.025 if number else 9.0)
-    async with keep_speed_current(BLOCKS, scheduler, announcer, tmp_path):
+    served: Any = SimpleNamespace(span=SPAN, blocks=BLOCKS, _scheduler=scheduler)
+    async with DecoderSpan.keep_speed_current(served, announcer, tmp_path):
         await asyncio.wait_for(executor.seen.wait(), 10)
     assert executor.jobs == []
     # The mean, to which one outlier adds twice the median, and the prefill that was measured.
