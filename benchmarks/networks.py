@@ -1,24 +1,30 @@
 """Requests per second through three pieces of a network, against its slowest piece alone.
 
-Three daemons of one thread each hold a piece; the middle one has three fifths of the operations'
-arithmetic, so that two cores are enough for all. Eight requests are on their way at once, through
-all pieces, and in turns with that at the slowest node alone, which gets the values that it needs
-from here. What the nodes announce that they have measured predicts the same: the slowest of them.
+Three daemons of one thread each hold a piece; the second and third run for three fifths of the time.
+The plan is the best one for machines of which the first is four times as fast, so that its piece is
+the slowest, and two cores are enough for all. Eight requests are on their way at once, through all
+pieces, and in turns with that at the first node alone. What the nodes announce, of what they have
+served, predicts the same: the slowest of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import os
+import signal
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from threading import Event
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -35,14 +41,20 @@ from nesa_node.engine.graphs.network import Network, make_plan
 from nesa_node.engine.weights.families import read_network_config
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.sharding.graph_plan import encode_plan
+from nesa_node.sharding.operation_graph import Machine
+from nesa_node.sharding.slicing import slice_order
 
 DEFAULTS = Options(nodes=(3,), threads=(1,), sessions=(8,), runs=5, seconds=10)
 """`sessions` are requests at once, `seconds` those of each measurement. Networks have their
 published dimensions, but for `--model tiny`."""
 QUICK = Options(model="tiny", nodes=(3,), threads=(1,), sessions=(8,), runs=1, seconds=1)
 HF: Any = transformers
-SHARES = 0.2, 0.6, 0.2
-SLOWEST = 1
+SPEEDS = 4, 1, 1
+RUNNING = 1.0, 0.6, 0.6
+PERIOD_S = 0.02
+SLOWEST = 0
+MACHINE = Machine(flop_per_s=2e10, moved_bytes_per_s=4e9, link_bytes_per_s=2e8)
+"""For speed 1: a fourth of one core of a server, and a link between daemons on one machine."""
 BERT: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64},
     "published": {},
@@ -93,7 +105,7 @@ def measure(model: Any, options: Options) -> dict[str, Any]:
         model.save_pretrained(folder / "model")
         plan = folder / "plan.json"
         plan.write_bytes(uneven_plan(folder / "model"))
-        spans = [Span(index, index + 1) for index in range(len(SHARES))]
+        spans = [Span(index, index + 1) for index in range(len(SPEEDS))]
         flags = ["--plan", str(plan), "--threads", "1", "--log-level", "warning"]
         with (
             local_swarm(
@@ -107,7 +119,8 @@ def measure(model: Any, options: Options) -> dict[str, Any]:
             inputs = example_inputs(connection.network.model, RequestSizes())
             given = {name: each for name, each in inputs.items() if isinstance(each, Tensor)}
             work = partial(measure_rates, connection, given, options)
-            runs = [remote._loop.run(work()) for _ in range(options.runs + 1)]
+            with slowed_down([node.process.pid for node in nodes]):
+                runs = [remote._loop.run(work()) for _ in range(options.runs + 1)]
             runs = runs[1:]  # the first one allocates
             predicted = remote._loop.run(predict(connection))
     through_all = median(each.through_all for each in runs)
@@ -125,20 +138,43 @@ def measure(model: Any, options: Options) -> dict[str, Any]:
 
 
 def uneven_plan(folder: Path) -> bytes:
-    """Pieces of the network's own order, with about `SHARES` of its arithmetic."""
+    """Pieces of the network's own order for machines of `SPEEDS`."""
     checkpoint = open_checkpoint(str(folder), cache_dir=folder, read=read_network_config)
     sizes = RequestSizes()
     captured = Network(checkpoint, torch.float32, sizes).captured
-    done = list(itertools.accumulate(each.flop for each in captured.graph.operations))
-    ends, until = [0], 0.0
-    for share in SHARES[:-1]:
-        until += share * done[-1]
-        end = next(index for index, flop in enumerate(done) if flop >= until) + 1
-        left = len(SHARES) - len(ends)  # pieces that need an operation each
-        ends.append(min(max(end, ends[-1] + 1), len(done) - left))
-    ends.append(len(done))
-    pieces = [range(start, end) for start, end in itertools.pairwise(ends)]
-    return encode_plan(make_plan(captured, pieces, torch.float32, sizes))
+    machines = [
+        replace(
+            MACHINE,
+            flop_per_s=speed * MACHINE.flop_per_s,
+            moved_bytes_per_s=speed * MACHINE.moved_bytes_per_s,
+        )
+        for speed in SPEEDS
+    ]
+    sliced = slice_order(captured.graph, np.arange(len(captured.graph)), machines)
+    return encode_plan(make_plan(captured, sliced.blocks(), torch.float32, sizes))
+
+
+@contextmanager
+def slowed_down(daemons: Sequence[int]) -> Iterator[None]:
+    """Let each process run for its share of `RUNNING` of the time."""
+    ending = Event()
+
+    def throttle(pid: int, share: float) -> None:
+        while not ending.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep((1 - share) * PERIOD_S)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(share * PERIOD_S)
+
+    with ThreadPoolExecutor(len(daemons)) as pool:
+        slow = [each for each in zip(daemons, RUNNING, strict=True) if each[1] < 1]
+        throttling = [pool.submit(throttle, pid, share) for pid, share in slow]
+        try:
+            yield
+        finally:
+            ending.set()
+            for each in throttling:
+                each.result()
 
 
 async def measure_rates(

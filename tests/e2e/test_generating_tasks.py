@@ -16,7 +16,17 @@ import transformers
 from nesa_node import SwarmPipeline
 from nesa_node.core.errors import ConfigError, UnsupportedModelError
 from nesa_node.core.ids import Span
-from tests.e2e.test_tasks import BERT, SIZE, TEXTS, VISION, WORDS, Case, picture, serving
+from tests.e2e.test_tasks import (
+    BERT,
+    SIZE,
+    TEXTS,
+    VISION,
+    WORDS,
+    Case,
+    in_pieces,
+    picture,
+    serving,
+)
 
 HF: Any = transformers
 SPECIAL = list(range(5))
@@ -97,7 +107,7 @@ def generate_alone(case: Case, folder: Path, texts: list[str], **options: Any) -
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+@pytest.mark.parametrize("case", in_pieces(CASES))
 def test_texts_are_those_of_the_whole_model(
     case: Case, tmp_path: Path, visited: list[Span]
 ) -> None:

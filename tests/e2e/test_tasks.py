@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from _pytest.mark import ParameterSet
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel
@@ -70,6 +71,7 @@ class Case:
     inputs: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     pieces: int = 3
+    image_size: int = 32
 
 
 def bert(**more: Any) -> Callable[[], transformers.PreTrainedConfig]:
@@ -186,6 +188,58 @@ CASES = [
 ]
 
 
+def mask2former(subtask: str, pieces: int) -> ParameterSet:
+    """A backbone of windows, deformable attention and masks as queries."""
+    case = Case(
+        "image-segmentation",
+        "Mask2FormerForUniversalSegmentation",
+        lambda: HF.Mask2FormerConfig(
+            backbone_config=HF.SwinConfig(
+                image_size=64,
+                patch_size=2,
+                embed_dim=16,
+                depths=[1, 1, 1, 1],
+                num_heads=[1, 2, 2, 4],
+                window_size=4,
+                out_features=["stage1", "stage2", "stage3", "stage4"],
+            ),
+            hidden_dim=32,
+            feature_size=32,
+            mask_feature_size=32,
+            num_queries=5,
+            encoder_layers=1,
+            decoder_layers=2,
+            num_attention_heads=2,
+            encoder_feedforward_dim=32,
+            dim_feedforward=32,
+            init_std=0.3,
+            init_xavier_std=1.5,
+            num_labels=4,
+        ),
+        lambda: HF.Mask2FormerImageProcessorPil(size={"height": 64, "width": 64}),
+        options={"subtask": subtask, "threshold": 0.2},
+        pieces=pieces,
+        image_size=64,
+    )
+    return pytest.param(case, id=f"{subtask}-Mask2Former-{pieces}", marks=pytest.mark.slow)
+
+
+MASKS = [mask2former("semantic", 2), mask2former("panoptic", 3), mask2former("instance", 5)]
+
+
+def in_pieces(cases: Sequence[Case]) -> list[ParameterSet]:
+    """Each case in its own number of pieces, and as slow tests in 2, 3 and 5."""
+    return [
+        pytest.param(
+            replace(case, pieces=pieces),
+            id=f"{case.task}-{case.model}-{pieces}",
+            marks=() if pieces == case.pieces else pytest.mark.slow,
+        )
+        for case in cases
+        for pieces in (2, 3, 5)
+    ]
+
+
 def picture() -> Image.Image:
     values = np.random.default_rng(0).integers(0, 255, (48, 64, 3), dtype=np.uint8)
     return Image.fromarray(values)
@@ -213,7 +267,7 @@ def save(case: Case, folder: Path) -> None:
 def serving(case: Case, folder: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
     save(case, folder / "model")
     spans = split_evenly(case.pieces, 2)
-    options = {"pieces": case.pieces, "image_size": 32}
+    options = {"pieces": case.pieces, "image_size": case.image_size}
     with in_process_swarm(folder / "model", spans, folder, **options) as addresses:
         yield folder / "model", addresses
 
@@ -231,7 +285,8 @@ def flatten(answer: Any) -> list[Any]:
     return [float(answer) if isinstance(answer, np.floating | float) else answer]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.task}-{case.model}")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("case", [*in_pieces(CASES), *MASKS])
 def test_answers_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
     given = picture() if case.inputs is None else case.inputs
     with serving(case, tmp_path) as (folder, addresses):

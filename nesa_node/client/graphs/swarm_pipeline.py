@@ -12,8 +12,12 @@ import transformers
 from transformers import (
     AutoFeatureExtractor,
     AutoImageProcessor,
+    AutoModelForImageSegmentation,
+    AutoModelForInstanceSegmentation,
     AutoModelForQuestionAnswering,
+    AutoModelForSemanticSegmentation,
     AutoModelForSeq2SeqLM,
+    AutoModelForUniversalSegmentation,
     PreTrainedModel,
 )
 from transformers.pipelines import SUPPORTED_TASKS
@@ -214,6 +218,13 @@ def _model_names(task: str) -> set[str]:
     match task:
         case "image-to-text":
             return {"VisionEncoderDecoderModel"}
+        case "image-segmentation":
+            autos = (
+                AutoModelForImageSegmentation,
+                AutoModelForInstanceSegmentation,
+                AutoModelForSemanticSegmentation,
+                AutoModelForUniversalSegmentation,
+            )
         case "question-answering":
             autos = (AutoModelForQuestionAnswering,)
         case "summarization" | "translation":
