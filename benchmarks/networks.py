@@ -1,10 +1,10 @@
 """Requests per second through three pieces of a network, against its slowest piece alone.
 
-Three daemons of one thread each hold a piece; the second and third run for three fifths of the time.
-The plan is the best one for machines of which the first is four times as fast, so that its piece is
-the slowest, and two cores are enough for all. Eight requests are on their way at once, through all
-pieces, and in turns with that at the first node alone. What the nodes announce, of what they have
-served, predicts the same: the slowest of them.
+Three daemons of one thread each hold a piece; the second and third run for three fifths of the
+time. The plan is the best one for machines of which the first is four times as fast, so that its
+piece is the slowest, and two cores are enough for all. Eight requests are on their way at once,
+through all pieces, and in turns with that at the first node alone. What the nodes announce, of what
+they have served, predicts the same: the slowest of them.
 """
 
 from __future__ import annotations
