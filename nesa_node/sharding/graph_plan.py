@@ -151,9 +151,10 @@ def cut_evenly(
     """
     if not shares:
         return _cut(graph, count)
-    if count < len(shares):
+    most = min(len(graph), MAX_PIECES)
+    if not len(shares) <= count <= most:
         raise ConfigError(
-            f"{count} pieces: a pipeline of {len(shares)} networks has {len(shares)} or more"
+            f"{count} pieces: a pipeline of {len(shares)} networks has {len(shares)} to {most}"
         )
     graphs = [graph.select(share.operations) for share in shares]
     work_s = [
@@ -162,7 +163,8 @@ def cut_evenly(
     ]
     counts = [1] * len(shares)
     for _ in range(count - len(shares)):
-        longest = max(range(len(shares)), key=lambda index: work_s[index] / counts[index])
+        open_shares = [index for index, part in enumerate(graphs) if counts[index] < len(part)]
+        longest = max(open_shares, key=lambda index: work_s[index] / counts[index])
         counts[longest] += 1
     return tuple(
         tuple(share.operations[index] for index in piece)

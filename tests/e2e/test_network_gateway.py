@@ -152,7 +152,7 @@ def test_embeddings_are_means_of_hidden_states(scene: Scene) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "reason"),
     [
-        ("images/generations", {"prompt": "a"}, 404, "model is required"),
+        ("images/generations", {"prompt": "a"}, 400, "model is required"),
         ("images/generations", {"model": "nothing", "prompt": "a"}, 404, "painter, listener"),
         ("images/generations", {"model": "listener", "prompt": "a"}, 400, "made by pipelines"),
         ("images/generations", {"model": "painter", "prompt": ""}, 400, "prompt"),
@@ -169,6 +169,7 @@ def test_embeddings_are_means_of_hidden_states(scene: Scene) -> None:
             "divisible by",
         ),
         ("images/generations", {"model": "painter", "prompt": "a", "n": 11}, 400, "n: it should"),
+        ("embeddings", {"model": "encoder", "input": "a " * 600}, 400, "takes at most 512"),
         ("embeddings", {"model": "encoder", "input": [1, 2]}, 400, "not tokens"),
         ("embeddings", {"model": "encoder", "input": ["a"] * 129}, 400, "at most 128"),
         ("audio/transcriptions", {"model": "listener"}, 415, "must be multipart/form-data"),

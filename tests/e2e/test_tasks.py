@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel
 
 from nesa_node import SwarmPipeline
+from nesa_node.client.graphs.swarm_pipeline import check_picture
 from nesa_node.core.errors import ConfigError, UnsupportedModelError
 from nesa_node.core.ids import split_evenly
 from tests.swarms import in_process_swarm
@@ -297,6 +298,11 @@ def test_answers_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert one == (pytest.approx(other, abs=1e-5) if isinstance(other, float) else other)
+
+
+def test_a_long_text_is_no_picture() -> None:
+    for text in ("a " * 600, "\0", "a" * 5000):
+        check_picture(text)
 
 
 def test_what_a_pipeline_refuses(tmp_path: Path) -> None:

@@ -9,13 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from nesa_node import SwarmPipeline
-from nesa_node.core.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
+from nesa_node.core.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    UnsupportedFeatureError,
+    UnsupportedModelError,
+)
 from nesa_node.core.ids import Span, split_evenly
 from tests.engine.tiny_pipelines import TITLES, save_pipeline
 from tests.swarms import in_process_swarm
@@ -65,6 +71,12 @@ def test_pictures_are_those_of_diffusers(title: str, tmp_path: Path, visited: li
         ):
             with pytest.raises(ConfigError, match=reason):
                 remote(PROMPT, **wrong)
+        network = remote._network.connection.network
+        mixed = msgspec.structs.replace(
+            remote._network.connection.plan, pieces=(tuple(range(len(network.captured.graph))),)
+        )
+        with pytest.raises(UnsupportedFeatureError, match="a piece of two networks"):
+            network.check_plan(mixed)
         if title == TITLES[0]:
             _paint_by_command(folder, addresses, alone, tmp_path)
             with pytest.raises(UnsupportedModelError, match="does not use for fill-mask"):
@@ -97,7 +109,7 @@ def test_other_pipelines_are_refused(tmp_path: Path) -> None:
         with pytest.raises(error, match=reason):
             SwarmPipeline("text-to-image", folder, initial_peers=[])
 
-    refused(UnsupportedModelError, "no code of a checkpoint is run", unet=["evil", "Unet"])
+    refused(UnsupportedModelError, "pipelines can be served that have", unet=["evil", "Unet"])
     refused(UnsupportedModelError, "pipelines can be served that have", unet=[None, None])
     refused(CorruptCheckpointError, "names no _class_name", _class_name=1)
     shutil.rmtree(folder / "vae")

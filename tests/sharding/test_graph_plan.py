@@ -156,5 +156,8 @@ def test_a_piece_is_of_one_share_alone() -> None:
     cut = cut_evenly(both, 4, [Share(first, 1), Share(second, 10)])
     assert cut == (first, (6, 7), (8, 9), (10, 11))
     assert cut_evenly(both, 2, [Share(first, 1), Share(second, 10)]) == (first, second)
-    with pytest.raises(ConfigError, match="1 pieces: a pipeline of 2 networks has 2 or more"):
+    with pytest.raises(ConfigError, match="1 pieces: a pipeline of 2 networks has 2 to 12"):
         cut_evenly(both, 1, [Share(first, 1), Share(second, 10)])
+    with pytest.raises(ConfigError, match="13 pieces: "):
+        cut_evenly(both, 13, [Share(first, 1), Share(second, 10)])
+    assert len(cut_evenly(both, 12, [Share(first, 1), Share(second, 10)])) == 12

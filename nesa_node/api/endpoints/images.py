@@ -107,7 +107,7 @@ async def _compute(
     usage.charge(count * (body.steps or USUAL_STEPS))
     try:
         pictures = await gateway.networks.run(
-            name, TASK, partial(_paint, body=body, size=size, stopping=stopping)
+            name, TASK, partial(_paint, body=body, size=size, stopping=stopping), alone=True
         )
     finally:
         stopping.set()
@@ -133,6 +133,8 @@ def _paint(
             raise CancelledError
         return tensors
 
+    if stopping.is_set():
+        raise CancelledError
     given: dict[str, Any] = {
         "num_images_per_prompt": body.n,
         "num_inference_steps": body.steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -38,12 +39,20 @@ class NetworkRegistry:
     def __init__(
         self, names: Sequence[str], open_pipeline: Callable[[str, str], Pipeline] | None = None
     ) -> None:
-        """`open_pipeline` opens a task's pipeline with a network. It blocks, and may raise."""
+        """`open_pipeline` opens a task's pipeline with a network. It blocks, and may raise.
+
+        Raises `ConfigError` for two networks of one name.
+        """
         self.created = int(time.time())
         self._sources = {last_part(name): name for name in names}
+        if len(self._sources) < len(names):
+            raise ConfigError(
+                f"--networks: two of {', '.join(names)} have the same name in the API, which is "
+                "the last part of theirs"
+            )
         self._open = open_pipeline
-        self._pipelines: dict[tuple[str, str], Pipeline] = {}
-        self._locks: dict[tuple[str, str], asyncio.Lock] = {}
+        self._openings: dict[tuple[str, str], asyncio.Task[Pipeline]] = {}
+        self._turns: dict[tuple[str, str], asyncio.Lock] = {}
         self._threads = FairThreadPool(
             MAX_RUNNING, max_per_caller=MAX_RUNNING * 3 // 4, name="nesa-network"
         )
@@ -65,29 +74,38 @@ class NetworkRegistry:
         found = self.find(name)
         if name is None and len(self._sources) == 1:
             (found,) = self._sources
+        if name is None and found is None and self._sources:
+            raise invalid_request(
+                f"model is required, since several are served: {', '.join(self._sources)}",
+                param="model",
+                code="missing_required_parameter",
+            )
         if found is None:
             offered = ", ".join(self._sources) or "none (start the gateway with --networks MODEL)"
-            shown = "model is required" if name is None else f"`{name[:200]}` is no network here"
             raise HttpProblem(
                 404,
-                f"{shown}; networks in pieces: {offered}",
+                f"`{(name or '')[:200]}` is no network here; networks in pieces: {offered}",
                 code="model_not_found",
                 param="model",
             )
         return found
 
-    async def run(self, name: str, task: str, work: Callable[[Pipeline], T]) -> T:
-        """Run `work` with the pipeline of a task, in a thread.
+    async def run(
+        self, name: str, task: str, work: Callable[[Pipeline], T], *, alone: bool = False
+    ) -> T:
+        """Run `work` with the pipeline of a task, in a thread; `alone`: one after another.
 
         Raises `HttpProblem` where too many requests wait, where the network does not fit the task,
         or where the pipeline refuses what it is given; and the `NesaError`s of requests.
         """
         caller = current_caller()
         self._shares.acquire(caller)
+        turn = self._turns.setdefault((name, task), asyncio.Lock()) if alone else nullcontext()
         try:
             pipeline = await self._find_pipeline(name, task)
-            running = self._threads.submit(caller, partial(work, pipeline))
-            return await asyncio.wrap_future(running)
+            async with turn:
+                running = self._threads.submit(caller, partial(work, pipeline))
+                return await asyncio.wrap_future(running)
         except (ConfigError, ValueError, TypeError) as error:  # of diffusers and transformers, too
             reason = str(error).strip().partition("\n")[0][:300]
             raise invalid_request(reason) from error
@@ -95,20 +113,33 @@ class NetworkRegistry:
             self._shares.release(caller)
 
     async def _find_pipeline(self, name: str, task: str) -> Pipeline:
+        """Open a pipeline once, also where the request that needed it first is cancelled."""
         key = name, task
-        async with self._locks.setdefault(key, asyncio.Lock()):
-            if key not in self._pipelines:
-                assert self._open is not None
-                opening = partial(self._open, task, self._sources[name])
-                with track_wait("the network to be opened for the first time"):
-                    try:
-                        self._pipelines[key] = await asyncio.to_thread(opening)
-                    except UnsupportedModelError as error:
-                        raise invalid_request(str(error), param="model") from error
-            return self._pipelines[key]
+        opening = self._openings.get(key)
+        if opening is None or (opening.done() and _may_try_again(opening)):
+            opening = asyncio.create_task(self._open_pipeline(name, task), name="open-network")
+            self._openings[key] = opening
+        with track_wait("the network to be opened for the first time"):
+            return await asyncio.shield(opening)
+
+    async def _open_pipeline(self, name: str, task: str) -> Pipeline:
+        assert self._open is not None
+        try:
+            return await asyncio.to_thread(self._open, task, self._sources[name])
+        except UnsupportedModelError as error:
+            raise invalid_request(str(error), param="model") from error
+        except ConfigError as error:
+            raise HttpProblem(500, str(error), code="misconfigured") from error
 
     async def close(self) -> None:
         """End all requests and leave the swarm."""
-        pipelines = list(self._pipelines.values())
+        found = await asyncio.gather(*self._openings.values(), return_exceptions=True)
+        pipelines = [each for each in found if not isinstance(each, BaseException)]
         await asyncio.gather(*(asyncio.to_thread(each.close) for each in pipelines))
         await asyncio.to_thread(self._threads.shutdown)
+
+
+def _may_try_again(opening: asyncio.Task[Pipeline]) -> bool:
+    """Whether a pipeline was not opened for a reason that may pass."""
+    error = opening.exception()
+    return error is not None and not (isinstance(error, HttpProblem) and error.status == 400)

@@ -27,6 +27,7 @@ from nesa_node.api.responses.in_flight import GracefulShutdown
 from nesa_node.cli.client_model import save_last_swarm
 from nesa_node.client.model.activity import ActivityTracker
 from nesa_node.client.model.auto import open_named_checkpoint
+from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry, MetricSample
@@ -116,6 +117,10 @@ async def serve_gateway(
             locate=partial(locate, config),
             build=builder,
         )
+        if config.networks and config.require_attestation is not None:
+            raise ConfigError(
+                "--networks with --require-attestation: nodes do not attest networks in pieces yet"
+            )
         networks = NetworkRegistry(config.networks, partial(_open_pipeline, config))
         stack.push_async_callback(networks.close)
         grammars, templates = GrammarChecker(), TemplateRenderer()

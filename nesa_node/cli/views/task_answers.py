@@ -42,9 +42,16 @@ def save_pictures(answer: Any, given: str) -> Any:
 
 
 def save_painted(output: Any, prompt: str) -> Any:
-    """Pictures that were made of a text, written to the current folder and named after it."""
+    """Pictures that were made of a text, written to the current folder and named after it.
+
+    No file is overwritten.
+    """
     words = re.sub("[^a-z0-9]+", "-", prompt.lower()).strip("-")[:MAX_NAME] or "picture"
-    return save_pictures([{"picture": each} for each in output.images], words)
+    stem, count = words, 1
+    while Path(f"{stem}.1.png").exists():
+        count += 1
+        stem = f"{words}-{count}"
+    return save_pictures([{"picture": each} for each in output.images], stem)
 
 
 def plain(answer: Any) -> Any:

@@ -89,7 +89,9 @@ class RemoteDiffusion:
         if part == DECODER:
 
             def decode(latents: Tensor, return_dict: bool = True, **_: Any) -> Any:
-                return self._run(part, {"latents": latents})
+                # One at a time: pictures take many times the memory of their latents.
+                made = [self._run(part, {"latents": each})[0] for each in torch.split(latents, 1)]
+                return (torch.cat(made),)
 
             network.decode = decode
             return
@@ -122,9 +124,10 @@ def _make_pipeline(index: PipelineIndex, networks: Mapping[str, Any], folder: Pa
     if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):
         raise UnsupportedModelError(f"diffusers has no pipeline {index.class_name}")
     accepted = signature(found).parameters
-    components = {key: _load_component(index, key, networks, folder) for key in index.components}
-    known = {**index.options, **components, "requires_safety_checker": False}
-    given = {key: value for key, value in known.items() if key in accepted}
+    wanted = accepted.keys() & index.components.keys()
+    components = {key: _load_component(index, key, networks, folder) for key in wanted}
+    options = {**index.options, "requires_safety_checker": False}
+    given = {key: value for key, value in options.items() if key in accepted} | components
     try:
         made = found(**given)
     except Exception as error:  # diffusers checks components with exceptions of many types
@@ -138,7 +141,10 @@ def _make_pipeline(index: PipelineIndex, networks: Mapping[str, Any], folder: Pa
 def _load_component(
     index: PipelineIndex, key: str, networks: Mapping[str, Any], folder: Path
 ) -> Any:
-    """A component: a stand-in for a network, or what runs here. None for all else."""
+    """A component: a stand-in for a network, or what runs here. None for all else.
+
+    Raises `CorruptCheckpointError` for what cannot be loaded.
+    """
     if key in networks or index.components[key] is None:
         return networks.get(key)
     library, name = index.components[key] or ("", "")

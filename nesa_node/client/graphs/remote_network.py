@@ -17,7 +17,7 @@ from nesa_node.client.graphs.graph_connection import (
 )
 from nesa_node.client.model.loop_thread import HeldContext, LoopThread
 from nesa_node.client.routing.request import ConnectionOptions
-from nesa_node.core.errors import ConfigError
+from nesa_node.core.errors import ConfigError, ContextLengthError
 from nesa_node.core.settings.addresses import parse_peer_address
 from nesa_node.core.settings.declaration import default_cache_dir, user_path
 from nesa_node.engine.weights.checkpoint import Checkpoint
@@ -99,7 +99,8 @@ class RemoteNetwork:
         """What the model returns for these inputs, of the class that transformers returns.
 
         Inputs that the network was captured with and that are missing get what they mostly are:
-        masks ones, token types zeros. Raises as `GraphConnection.run` does.
+        masks ones, token types zeros. Raises as `GraphConnection.run` does, and
+        `ContextLengthError` for texts that are longer than the model has positions for.
         """
         return self.run(inputs)
 
@@ -119,11 +120,28 @@ class RemoteNetwork:
                 f"{type(network.model).__name__} in this swarm takes "
                 f"{', '.join(network.input_names)}, and not {', '.join(sorted(unknown))}"
             )
+        _check_length(network.model, given)
         for name in network.input_names:
             if name not in given:
                 given[name] = _default_input(name, given)
         values = self._loop.run(connection.run(given, kept))
         return network.make_output(values)
+
+
+def _check_length(model: Any, given: Mapping[str, Tensor]) -> None:
+    """Nodes could not compute more, and one that fails is left for a while."""
+    config: Any = getattr(model, "config", None)
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int) or getattr(config, "is_encoder_decoder", False):
+        return
+    if any(each in config.model_type for each in ("roberta", "camembert")):
+        # Positions begin behind padding's.
+        most -= int(config.pad_token_id) + 1
+    ids = given.get("input_ids")
+    if ids is not None and ids.shape[-1] > most:
+        raise ContextLengthError(
+            f"a text of {ids.shape[-1]} tokens; {type(model).__name__} takes at most {most}"
+        )
 
 
 def _default_input(name: str, given: dict[str, Tensor]) -> Tensor:

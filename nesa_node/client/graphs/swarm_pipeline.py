@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -260,7 +261,7 @@ def check_picture(given: Any) -> None:
             check_picture(each)
     elif isinstance(given, Image.Image):
         _check_size(given.size, "the picture")
-    elif isinstance(given, str | Path) and len(str(given)) < 4096 and Path(given).is_file():
+    elif isinstance(given, str | Path) and os.path.isfile(given):  # of a long text, pathlib raises
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)

@@ -33,6 +33,8 @@ from nesa_node.sharding.capture import CapturedModel, capture
 
 _TIME_IDS = 6
 """Numbers of sizes and crops that SDXL's networks get."""
+MAX_SIDE = 16_384
+"""Pixels, or latents, that a network may be captured for."""
 _SAMPLES = 16_000
 """Of audio, a second as most networks take it."""
 
@@ -65,10 +67,10 @@ def capture_model(
     values, and `UnsupportedModelError` for a pipeline of several networks.
     """
     if is_pipeline(folder):
-        parts = read_pipeline_index(folder, name=name).parts
+        parts = sorted(path.parent.name for path in folder.glob("*/config.json"))
         raise UnsupportedModelError(
-            f"{name} is a pipeline of several networks: give one of its folders "
-            f"({', '.join(parts)})"
+            f"{name} is a pipeline of several networks: give one of its folders, on this machine"
+            + (f" ({', '.join(parts)})" if parts else "")
         )
     with torch.device("meta" if without_memory else "cpu"):
         model = make_model(folder, name=name, dtype=dtype)
@@ -135,7 +137,13 @@ def example_inputs(model: nn.Module, sizes: RequestSizes) -> dict[str, Any]:
     Raises `UnsupportedModelError` for a model of inputs that are not known here.
     """
     if isinstance(model, PipelineNetworks):
-        return {"parts": _pipeline_inputs(model, sizes)}
+        try:
+            return {"parts": _pipeline_inputs(model, sizes)}
+        except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+            raise UnsupportedModelError(
+                f"a pipeline of {', '.join(type(each).__name__ for each in model.children())} "
+                f"cannot be served ({error!r})"
+            ) from error
     if isinstance(model, PreTrainedModel):
         return _transformers_inputs(model, sizes)
     return _diffusion_inputs(model, sizes)
@@ -232,12 +240,13 @@ def _pipeline_inputs(networks: PipelineNetworks, sizes: RequestSizes) -> dict[st
     for name, network in networks.named_children():
         if name == DECODER:
             continue
+        if isinstance(network, PreTrainedModel) == (name in DENOISERS):
+            raise TypeError(f"{name} is a {type(network).__name__}")
         found[name] = example_inputs(network, sizes)
         if isinstance(network, PreTrainedModel) and "clip" in network.config.model_type:
-            del found[name]["attention_mask"]  # which no pipeline gives
+            found[name].pop("attention_mask", None)  # which no pipeline gives
     denoiser = next(found[name] for name in DENOISERS if name in found)
-    image_BCHW = denoiser.get("sample", denoiser.get("hidden_states"))
-    assert image_BCHW is not None
+    image_BCHW = denoiser["sample"] if "sample" in denoiser else denoiser["hidden_states"]
     shape = sizes.batch, decoder.config["latent_channels"], *image_BCHW.shape[2:]
     return {**found, DECODER: {"latents": torch.zeros(shape, dtype=decoder.dtype)}}
 
@@ -246,6 +255,11 @@ def _diffusion_inputs(model: Any, sizes: RequestSizes) -> dict[str, Any]:
     """Of one step of denoising, or an image."""
     config, dtype = model.config, model.dtype
     size = sizes.image_size or config.get("sample_size") or 64
+    sides = size if isinstance(size, list | tuple) else (size, size)
+    if not all(isinstance(side, int) and 1 <= side <= MAX_SIDE for side in sides):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: sides of {size}; 1 to {MAX_SIDE} can be served"
+        )
     height, width = size if isinstance(size, list | tuple) else (size, size)
     image_BCHW = sizes.batch, config.get("in_channels", 4), height, width
     features = config.get("joint_attention_dim") or config.get("cross_attention_dim") or 768

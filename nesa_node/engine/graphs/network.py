@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nesa_node.compression.tensors import DTYPE_NAMES
-from nesa_node.core.errors import UnsupportedFeatureError
+from nesa_node.core.errors import UnsupportedFeatureError, is_installed
 from nesa_node.core.ids import ModelId
 from nesa_node.engine.graphs.model_graph import RequestSizes, example_inputs, make_model
 from nesa_node.engine.graphs.piece import PieceProgram, build_piece
@@ -216,6 +216,10 @@ class Network:
     def check_plan(self, plan: GraphPlan) -> None:
         """Raise `UnsupportedFeatureError` for a plan of another graph."""
         check_plan(plan, self.captured.graph, self.captured.digest, library_versions())
+        graph = self.captured.graph
+        for piece in plan.pieces if self.parts else ():
+            if len({self._part_of[graph.outputs[each][0]] for each in piece}) > 1:
+                raise UnsupportedFeatureError("the plan has a piece of two networks of a pipeline")
 
     def build_piece(self, operations: Sequence[int], device: torch.device) -> PieceProgram:
         """The code of a piece, without weights. Raises `UnsupportedFeatureError`."""
@@ -295,4 +299,5 @@ def compute_plan_id(checkpoint: Checkpoint, plan: GraphPlan) -> ModelId:
 
 def library_versions() -> dict[str, str]:
     """Versions of the libraries that decide what a graph looks like."""
-    return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    names = ["torch", "transformers", *(["diffusers"] if is_installed("diffusers") else [])]
+    return {name: importlib.metadata.version(name) for name in names}

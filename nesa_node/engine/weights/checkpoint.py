@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -257,6 +257,7 @@ def _read_index(index: Path) -> tuple[str, ...]:
 _IGNORED_CONFIG_KEYS = frozenset(
     {
         "_name_or_path",
+        "_diffusers_version",
         "architectures",
         "auto_map",
         "dtype",
@@ -267,6 +268,10 @@ _IGNORED_CONFIG_KEYS = frozenset(
 )
 
 
+def _architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
+
+
 def compute_model_id(checkpoint: Checkpoint) -> ModelId:
     """Return `name@digest`, with 16 hex digits of SHA-256 over the config and the weights.
 
@@ -274,11 +279,9 @@ def compute_model_id(checkpoint: Checkpoint) -> ModelId:
     every tensor's bytes (`checkpoint.py`). So a folder and its hub repository are two swarms, as
     are folders of the same name with different weights. Reads the folder; blocks the thread.
     """
-    config = {
-        key: value
-        for key, value in read_raw_config(checkpoint.folder, name=checkpoint.name).items()
-        if key not in _IGNORED_CONFIG_KEYS
-    }
+    config = _architecture(read_raw_config(checkpoint.folder, name=checkpoint.name))
+    if is_pipeline(checkpoint.folder):
+        config["parts"] = {part: _architecture(each) for part, each in config["parts"].items()}
     identity = [config, checkpoint.tensor_digests()]
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return ModelId(f"{checkpoint.name}@{hashlib.sha256(canonical.encode()).hexdigest()[:16]}")

@@ -26,7 +26,8 @@ class PipelineIndex:
 
     class_name: str
     components: Mapping[str, tuple[str, str] | None]
-    """Library and class of each; None of those that this pipeline goes without."""
+    """Library and class of each; None of those that are left out: code of other libraries, and of
+    the checkpoint, is never run."""
     options: Mapping[str, bool | int | float | str]
     """Further arguments of its class."""
 
@@ -60,9 +61,9 @@ def read_pipeline_index(
     if not isinstance(raw, dict) or not isinstance(raw.get("_class_name"), str):
         raise CorruptCheckpointError(f"{path} names no _class_name")
     components = {
-        key: _read_component(path, key, value)
+        key: _read_component(value)
         for key, value in raw.items()
-        if not key.startswith("_") and isinstance(value, list)
+        if key.isidentifier() and not key.startswith("_") and isinstance(value, list)
     }
     options = {
         key: value
@@ -83,13 +84,8 @@ def read_pipeline_index(
     return found
 
 
-def _read_component(path: Path, key: str, value: list[Any]) -> tuple[str, str] | None:
+def _read_component(value: list[Any]) -> tuple[str, str] | None:
     match value:
-        case [None, None]:
-            return None
         case [str(library), str(kind)] if library in LIBRARIES and kind.isidentifier():
             return library, kind
-    raise UnsupportedModelError(
-        f"{path}: {key} is {value}; only classes of {' and '.join(LIBRARIES)} are used, and no "
-        "code of a checkpoint is run"
-    )
+    return None

@@ -184,5 +184,5 @@ def test_a_pipeline_is_several_networks(tmp_path: Path) -> None:
     for part in parts:
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text("{}")
-    with pytest.raises(UnsupportedModelError, match=r"its folders \(text_encoder, unet, vae\)"):
+    with pytest.raises(UnsupportedModelError, match=r"this machine \(text_encoder, unet, vae\)"):
         _capture(tmp_path)
