@@ -29,6 +29,7 @@ from tests.swarms import in_process_swarm
 HF: Any = transformers
 ENCODER = tasks.Case("feature-extraction", "BertModel", lambda: HF.BertConfig(**tasks.BERT))
 PIECES = 3
+pytestmark = pytest.mark.timeout(300)  # the first one waits for three swarms
 NAMES = ("painter", "listener", "encoder")
 
 
@@ -77,7 +78,6 @@ def read_picture(text: str) -> np.ndarray[Any, Any]:
         return np.asarray(picture).astype(int)
 
 
-@pytest.mark.timeout(300)
 def test_pictures_are_those_of_diffusers(scene: Scene) -> None:
     assert {*NAMES} <= {each.id for each in scene.client.models.list()}
     more = {"seed": 4, "steps": 3}
