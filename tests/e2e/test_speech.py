@@ -116,6 +116,10 @@ def test_texts_are_those_of_transformers(save: Any, tmp_path: Path) -> None:
             both = remote([str(file), str(tmp_path / "second.flac")])
             assert both[0] == expected
             assert both[1] == alone(soundfile.read(tmp_path / "second.flac", dtype="float32")[0])
+            if save is save_whisper:
+                long = speech(35, RATE).mean(1)
+                chunked = alone(long.copy(), chunk_length_s=30)
+                assert remote({"raw": long, "sampling_rate": RATE}) == chunked
             for content, reason in (
                 (b"no audio", "cannot be read as WAV"),
                 (b"", "cannot be read"),

@@ -170,7 +170,12 @@ class SwarmPipeline:
         if self._task == PICTURES:
             return self._pipeline(*args, **kwargs)
         if self._task == SPEECH and args:
-            args = _read_speech(args[0], self._pipeline.feature_extractor.sampling_rate), *args[1:]
+            extractor = self._pipeline.feature_extractor
+            args = _read_speech(args[0], extractor.sampling_rate), *args[1:]
+            longest = getattr(extractor, "n_samples", None)
+            if longest is not None and _has_longer(args[0], longest):
+                # Whisper takes half a minute at once.
+                kwargs.setdefault("chunk_length_s", extractor.chunk_length)
         else:
             for given in (*args, *kwargs.values()):
                 check_picture(given)
@@ -284,6 +289,13 @@ def _read_speech(given: Any, rate: int) -> Any:
         }:
             return {"raw": resample(samples, found, rate, "the audio"), "sampling_rate": rate}
     return given
+
+
+def _has_longer(given: Any, samples: int) -> bool:
+    """Whether any of the audio that `_read_speech` gave has more samples."""
+    if isinstance(given, list):
+        return any(_has_longer(each, samples) for each in given)
+    return isinstance(given, dict) and len(given.get("raw", ())) > samples
 
 
 def _check_size(size: tuple[int, int], name: str) -> None:
