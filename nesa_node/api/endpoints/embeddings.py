@@ -128,8 +128,8 @@ async def _compute_by_network(
     return _to_answer(network, body, vectors, usage.prompt_tokens)
 
 
-def _encode(texts: Sequence[str], pipeline: Pipeline) -> list[torch.Tensor]:
-    return [pipeline(text, return_tensors=True)[0].float() for text in texts]
+def _encode(texts: Sequence[str], encoder: Pipeline) -> list[torch.Tensor]:
+    return [encoder(text, return_tensors=True)[0].float() for text in texts]
 
 
 async def _compute(

@@ -121,7 +121,7 @@ async def _compute(
 
 
 def _paint(
-    pipeline: Pipeline,
+    painter: Pipeline,
     body: ImageRequest,
     size: tuple[int, int] | None,
     stopping: threading.Event,
@@ -145,7 +145,7 @@ def _paint(
     if body.seed is not None:
         given["generator"] = torch.Generator().manual_seed(body.seed)
     given = {key: value for key, value in given.items() if value is not None}
-    output = pipeline(body.prompt, callback_on_step_end=stop_or_go_on, **given)
+    output = painter(body.prompt, callback_on_step_end=stop_or_go_on, **given)
     made = []
     for picture in output.images:
         file = io.BytesIO()

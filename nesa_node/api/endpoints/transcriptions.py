@@ -100,6 +100,6 @@ async def _compute(
     return {"text": text}
 
 
-def _transcribe(pipeline: Pipeline, audio: bytes, language: str | None) -> str:
+def _transcribe(listener: Pipeline, audio: bytes, language: str | None) -> str:
     options = {} if language is None else {"generate_kwargs": {"language": language}}
-    return str(pipeline(audio, **options)["text"])
+    return str(listener(audio, **options)["text"])
