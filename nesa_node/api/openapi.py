@@ -27,7 +27,7 @@ _STATUS_DESCRIPTIONS = {
     404: "There is no such model.",
     408: "The body was not received in time.",
     413: "The body is too large.",
-    415: "The content type is not that of the body.",
+    415: "The content type is not the one that the endpoint takes.",
     429: "The key is over one of its limits: see Retry-After.",
     502: "Nodes of the swarm refused, or broke the protocol.",
     503: "Blocks are missing, nodes are busy, or the swarm cannot be reached: see Retry-After.",

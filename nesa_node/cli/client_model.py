@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from nesa_node.cli.process_setup import exit_on_interrupt
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.known_swarms import KnownSwarm, KnownSwarmStore
-from nesa_node.core.settings.declaration import default_known_swarms_dir
-from nesa_node.core.settings.models import ClientConfig, SharedConfig
+from nesa_node.core.settings.declaration import default_known_swarms_dir, secret_text
+from nesa_node.core.settings.models import ClientConfig, GatewayConfig, SharedConfig, TaskConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nesa_node.client.graphs.swarm_pipeline import SwarmPipeline
     from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
     from nesa_node.client.model.inference_session import InferenceSession
 
@@ -29,6 +30,22 @@ def require_model(config: ClientConfig) -> str:
     if config.model is None:
         raise ConfigError("MODEL is required: a local folder or the name of a model on the hub")
     return config.model
+
+
+def open_pipeline(config: TaskConfig | GatewayConfig, task: str, network: str) -> SwarmPipeline:
+    """Join the swarm of a network in pieces. Blocks; raises as `SwarmPipeline` does."""
+    # Imported late: transformers' pipelines take a second.
+    from nesa_node.client.graphs.swarm_pipeline import SwarmPipeline
+
+    return SwarmPipeline(
+        task,
+        network,
+        initial_peers=config.initial_peers,
+        revision=config.revision,
+        token=secret_text(config.token),
+        cache_dir=config.cache_dir,
+        swarm_key=secret_text(config.swarm_key),
+    )
 
 
 def resolve_initial_peers(config: _Config, model: str | None = None) -> _Config:

@@ -215,8 +215,7 @@ def task(
         raise ConfigError("--steps and --seed are for text-to-image")
     if seed is not None and not 0 <= seed < 1 << 63:
         raise ConfigError(f"--seed {seed}: a whole number from 0 to 2^63 - 1")
-    from nesa_node.cli.client_model import resolve_initial_peers, save_last_swarm
-    from nesa_node.core.settings.declaration import secret_text
+    from nesa_node.cli.client_model import open_pipeline, resolve_initial_peers, save_last_swarm
 
     config = resolve_initial_peers(config, model)
     with exit_on_interrupt():
@@ -226,18 +225,9 @@ def task(
             save_painted,
             save_pictures,
         )
-        from nesa_node.client.graphs.swarm_pipeline import SwarmPipeline
 
     more = {"candidate_labels": list(label)} if label else {}
-    with SwarmPipeline(
-        name,
-        model,
-        initial_peers=config.initial_peers,
-        revision=config.revision,
-        token=secret_text(config.token),
-        cache_dir=config.cache_dir,
-        swarm_key=secret_text(config.swarm_key),
-    ) as answering:
+    with open_pipeline(config, name, model) as answering:
         save_last_swarm(config, model)
         answers: list[Any] = []
         for each in inputs:

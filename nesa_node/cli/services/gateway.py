@@ -10,7 +10,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
 
 from nesa_node import __version__
 from nesa_node.api.app import make_app
@@ -24,7 +23,7 @@ from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
 from nesa_node.api.models.served_model import ServedModel, open_served_model
 from nesa_node.api.processes.workers import share_malloc_arenas
 from nesa_node.api.responses.in_flight import GracefulShutdown
-from nesa_node.cli.client_model import save_last_swarm
+from nesa_node.cli.client_model import open_pipeline, save_last_swarm
 from nesa_node.client.model.activity import ActivityTracker
 from nesa_node.client.model.auto import open_named_checkpoint
 from nesa_node.core.errors import ConfigError
@@ -32,7 +31,7 @@ from nesa_node.core.ids import ModelId
 from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricRegistry, MetricSample
 from nesa_node.core.settings.addresses import HttpAddress
-from nesa_node.core.settings.declaration import default_audits_path, secret_text
+from nesa_node.core.settings.declaration import default_audits_path
 from nesa_node.core.settings.models import GatewayConfig
 from nesa_node.dashboard.app import Dashboard
 from nesa_node.engine.kernels.threads import fix_threads
@@ -44,9 +43,6 @@ from nesa_node.swarm.node import Swarm, model_samples
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.web.server import METRICS_PATH, MetricsPage, serve_authenticated
-
-if TYPE_CHECKING:
-    from nesa_node.client.graphs.swarm_pipeline import SwarmPipeline
 
 log = get_logger(__name__)
 
@@ -121,7 +117,7 @@ async def serve_gateway(
             raise ConfigError(
                 "--networks with --require-attestation: nodes do not attest networks in pieces yet"
             )
-        networks = NetworkRegistry(config.networks, partial(_open_pipeline, config))
+        networks = NetworkRegistry(config.networks, partial(open_pipeline, config))
         stack.push_async_callback(networks.close)
         grammars, templates = GrammarChecker(), TemplateRenderer()
         stack.push_async_callback(grammars.close)
@@ -169,21 +165,6 @@ async def serve_gateway(
         await stack.enter_async_context(page.watch_swarm(swarm))
         print(f"nesa-node api listens on http://{address}/v1", flush=True)
         await ending.wait()
-
-
-def _open_pipeline(config: GatewayConfig, task: str, network: str) -> SwarmPipeline:
-    # Imported late: transformers' pipelines take a second.
-    from nesa_node.client.graphs.swarm_pipeline import SwarmPipeline
-
-    return SwarmPipeline(
-        task,
-        network,
-        initial_peers=config.initial_peers,
-        revision=config.revision,
-        token=secret_text(config.token),
-        cache_dir=config.cache_dir,
-        swarm_key=secret_text(config.swarm_key),
-    )
 
 
 def _served_model_samples(models: ModelRegistry, swarm: Swarm) -> Iterator[MetricSample]:

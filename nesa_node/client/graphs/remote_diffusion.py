@@ -6,7 +6,7 @@ The loop over denoising steps, tokens, random latents and the scheduler are diff
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -149,12 +149,16 @@ def _load_component(
         return networks.get(key)
     library, name = index.components[key] or ("", "")
     kind: Any = getattr({"transformers": transformers, "diffusers": diffusers}[library], name, None)
-    if not (isinstance(kind, type) and issubclass(kind, _LOCAL_CLASSES)):
+    if not _runs_here(kind):
         log.info("component_left_out", component=key, type=name)
         return None
     check_side_files(folder / key)
-    load: Callable[..., Any] = kind.from_pretrained  # type: ignore[attr-defined]
+    load = kind.from_pretrained  # of a named class, which runs no code of the checkpoint's
     try:
         return load(folder / key, local_files_only=True)
     except Exception as error:  # of both libraries, of many types
         raise CorruptCheckpointError(f"{folder / key}: no {name} in it ({error})") from error
+
+
+def _runs_here(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, _LOCAL_CLASSES)
