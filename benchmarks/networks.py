@@ -53,6 +53,7 @@ SPEEDS = 4, 1, 1
 RUNNING = 1.0, 0.6, 0.6
 PERIOD_S = 0.02
 SLOWEST = 0
+"""The first piece, which gets the network's inputs alone."""
 MACHINE = Machine(flop_per_s=2e10, moved_bytes_per_s=4e9, link_bytes_per_s=2e8)
 """For speed 1: a fourth of one core of a server, and a link between daemons on one machine."""
 BERT: dict[str, dict[str, Any]] = {
@@ -180,24 +181,13 @@ def slowed_down(daemons: Sequence[int]) -> Iterator[None]:
 async def measure_rates(
     connection: GraphConnection, inputs: dict[str, Tensor], options: Options
 ) -> Rates:
-    _, sizes = connection.network.bind(inputs)
-    received: dict[int, dict[int, Tensor]] = {}
-    run_at = connection._run_at
-
-    async def record(link: Any, span: Span, progress: Any) -> dict[int, Tensor]:
-        received[span.start] = dict(progress.values)
-        return await run_at(link, span, progress)
-
-    connection._run_at = record  # type: ignore[method-assign]
-    try:
-        await connection.run(inputs)
-    finally:
-        connection._run_at = run_at  # type: ignore[method-assign]
+    values, sizes = connection.network.bind(inputs)
+    await connection.run(inputs)
     span = Span(SLOWEST, SLOWEST + 1)
     (hop,) = [each for each in connection._hops if each.span == span]
     link = await connection._find_link(hop.peer_id)
     interface = connection._find_interface(span)
-    given = {index: received[SLOWEST][index] for index in interface.received}
+    given = {index: values[index] for index in interface.received}
     alone = partial(link.run, span, sizes, given, 1 << 30)
     in_flight = options.sessions[0]
     return Rates(

@@ -45,6 +45,7 @@ def open_pipeline(config: TaskConfig | GatewayConfig, task: str, network: str) -
         token=secret_text(config.token),
         cache_dir=config.cache_dir,
         swarm_key=secret_text(config.swarm_key),
+        routing=config.route,
     )
 
 

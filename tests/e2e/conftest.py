@@ -36,11 +36,11 @@ def alone(folder: Path) -> PreTrainedModel:
 def visited(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
     """The spans of pieces that requests run, in order."""
     found: list[Span] = []
-    run_at = GraphConnection._run_at
+    ask = GraphConnection._ask
 
-    async def record(self: Any, link: Any, span: Span, progress: Any) -> Any:
+    async def record(self: Any, link: Any, span: Span, *args: Any) -> Any:
         found.append(span)
-        return await run_at(self, link, span, progress)
+        return await ask(self, link, span, *args)
 
-    monkeypatch.setattr(GraphConnection, "_run_at", record)
+    monkeypatch.setattr(GraphConnection, "_ask", record)
     return found

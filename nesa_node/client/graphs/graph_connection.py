@@ -1,19 +1,23 @@
-"""A client's connection to a swarm that serves a network in pieces: requests in a star.
+"""A client's connection to a swarm that serves a network in pieces.
 
-Each piece's output comes to this client, which sends it on; no node sees another.
+In a chain nodes send each other what the next pieces need. In a star each piece's output comes to
+this client, which sends it on: no node sees another. A request that fails in a chain runs again in
+a star, which keeps what is computed and finds out which node is at fault.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from nesa_node.client.graphs.chain_steps import ChainStep, find_steps
 from nesa_node.client.graphs.graph_link import GraphLink, open_graph_link
 from nesa_node.client.routing.node_selection import NodeSelector
 from nesa_node.client.routing.planner import ChainPlanner
@@ -39,12 +43,23 @@ from nesa_node.sharding.open_sizes import Sizes
 from nesa_node.swarm.graph_plans import fetch_plan, find_plans
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.tasks import TaskSet
-from nesa_node.swarm.protocol.graph_messages import ALIGNMENT
+from nesa_node.swarm.protocol.graph_messages import (
+    ALIGNMENT,
+    CHAIN_VERSION,
+    MAX_NODES,
+    MAX_RUNNING,
+    Exchange,
+    SourceNode,
+    TargetNode,
+)
+from nesa_node.swarm.protocol.messages import Downstream
 
 log = get_logger(__name__)
 
 CHAIN_FRESH_S = 10.0
 """Seconds for which requests use the nodes that were chosen for an earlier one."""
+STAR_AFTER_FAILURE_S = 30.0
+"""Seconds for which requests go in a star after one failed in a chain."""
 RETRY_PAUSE_S = 0.3
 MAX_NOT_COMPUTED = 2
 """So many nodes may fail to compute a request before it fails: the first may be at fault."""
@@ -111,6 +126,10 @@ class GraphConnection:
         self._addresses: Mapping[PeerId, tuple[str, ...]] = {}
         self._planned_at = 0.0
         self._planning = asyncio.Lock()
+        self._star_until = 0.0
+        self._chain_turns = asyncio.Semaphore(MAX_RUNNING)
+        """Nodes read no more requests of one client at once. With more, two nodes might each wait
+        for values of a request that the other one has not read."""
         self._links: dict[PeerId, GraphLink] = {}
         self._link_locks: dict[PeerId, asyncio.Lock] = {}
         self._tasks = TaskSet()
@@ -155,11 +174,68 @@ class GraphConnection:
             values |= kept.values
         progress = _Progress(sizes, values, self._find_pieces(values, outputs))
         self._extend(progress)
+        if kept is None or kept.values:
+            found = await self._try_chain(progress, outputs)
+            if found is not None:
+                return found
         while progress.pieces:
             made = await self._advance(progress)
             if kept is not None:
                 kept.values |= {index: made[index] for index in made.keys() & fixed}
         return {index: progress.values[index] for index in outputs}
+
+    async def _try_chain(
+        self, progress: _Progress, outputs: Sequence[int]
+    ) -> dict[int, Tensor] | None:
+        """The request's outputs, computed in a chain; None where there is none or it failed."""
+        if self._options.routing != "chain" or time.monotonic() < self._star_until:
+            return None
+        try:
+            hops = await self._plan_hops()
+        except MissingBlocksError:
+            return None  # a star waits for the missing nodes
+        unknown = [index for index in outputs if index not in progress.values]
+        steps = find_steps(hops, progress.pieces, self._find_interface, progress.values, unknown)
+        if not steps or len(steps) > MAX_NODES:
+            return None
+        async with self._chain_turns:
+            running = [
+                asyncio.ensure_future(self._run_step(step, steps, key, progress))
+                for key in [secrets.token_bytes(16)]
+                for step in steps
+            ]
+            try:
+                made = await asyncio.gather(*running)
+            except (PeerUnreachableError, ProtocolError) as error:
+                self._star_until = time.monotonic() + STAR_AFTER_FAILURE_S
+                log.info("chain_failed", reason=str(error))
+                return None
+            finally:
+                for each in running:
+                    each.cancel()
+                await asyncio.wait(running)
+        for values in made:
+            progress.values |= values
+        return {index: progress.values[index] for index in outputs}
+
+    async def _run_step(
+        self, step: ChainStep, steps: Sequence[ChainStep], key: bytes, progress: _Progress
+    ) -> dict[int, Tensor]:
+        link = await self._find_link(step.peer)
+        if link.version < CHAIN_VERSION:
+            raise RemoteError("old_version", f"{step.peer} sends nothing to other nodes")
+        spans = {each.peer: (each.span.start, each.span.end) for each in steps}
+        exchange = Exchange(
+            key=key,
+            sources=tuple(SourceNode(peer, tuple(values)) for peer, values in step.sources.items()),
+            targets=tuple(
+                TargetNode(Downstream(peer, spans[peer]), tuple(values))
+                for peer, values in step.targets.items()
+            ),
+            returned=tuple(step.returned),
+        )
+        given = {index: progress.values[index] for index in step.given}
+        return await self._ask(link, step.span, given, step.returned, progress.sizes, exchange)
 
     def _find_pieces(self, known: Mapping[int, Tensor], outputs: Iterable[int]) -> list[int]:
         """The pieces that a request needs where some values are known, in order."""
@@ -201,9 +277,20 @@ class GraphConnection:
     async def _run_at(self, link: GraphLink, span: Span, progress: _Progress) -> dict[int, Tensor]:
         interface = self._find_interface(span)
         given = {index: progress.values[index] for index in interface.received}
-        shapes = {index: self.network.find_shape(index, progress.sizes) for index in interface.sent}
+        return await self._ask(link, span, given, interface.sent, progress.sizes)
+
+    async def _ask(
+        self,
+        link: GraphLink,
+        span: Span,
+        given: Mapping[int, Tensor],
+        wanted: Iterable[int],
+        sizes: Sizes,
+        exchange: Exchange | None = None,
+    ) -> dict[int, Tensor]:
+        shapes = {index: self.network.find_shape(index, sizes) for index in wanted}
         most = sum(shape.nbytes + ALIGNMENT for shape in shapes.values())
-        made = await link.run(span, progress.sizes, given, most)
+        made = await link.run(span, sizes, given, most, exchange)
         for index, shape in shapes.items():
             found = made.get(index)
             if found is None or (found.dtype, tuple(found.shape)) != (shape.dtype, shape.shape):

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from torch import Tensor
 
@@ -23,8 +23,12 @@ from nesa_node.core.logging import get_logger
 from nesa_node.sharding.open_sizes import Sizes
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import adapter_proof
+from nesa_node.swarm.p2p.tasks import wait_until_done
 from nesa_node.swarm.protocol.graph_messages import (
+    CHAIN_VERSION,
     GRAPH_PROTOCOL,
+    Exchange,
+    GraphCancel,
     GraphFailed,
     GraphOpen,
     GraphOpened,
@@ -55,11 +59,14 @@ class GraphLink:
         """Why it can be used no more."""
         self.is_leaving = False
         """Whether the node has announced that it leaves."""
+        self.version = opened.version
         self._stream = stream
         self._max_bytes = opened.max_bytes
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[asyncio.Future[dict[int, Tensor]], int]] = {}
-        """For each request its answer, and the most bytes that it may have."""
+        self._waiting: dict[int, asyncio.Future[dict[int, Tensor]]] = {}
+        """For each request its answer."""
+        self._max_output_bytes = 0
+        """Of all requests, since answers may come when their request was cancelled."""
         self._heard_at = time.monotonic()
 
     @property
@@ -68,9 +75,17 @@ class GraphLink:
         return len(self._waiting)
 
     async def run(
-        self, span: Span, sizes: Sizes, values: Mapping[int, Tensor], output_bytes: int
+        self,
+        span: Span,
+        sizes: Sizes,
+        values: Mapping[int, Tensor],
+        output_bytes: int,
+        exchange: Exchange | None = None,
     ) -> dict[int, Tensor]:
         """Have the node compute `span`. Its answer has at most `output_bytes`.
+
+        With `exchange` other nodes give and get some of the values. A cancelled call tells the node
+        that it need not answer.
 
         Raises `PeerUnreachableError`, `BusyError`, `RemoteError` with the node's reason, and
         `ProtocolError` for a node that breaks the protocol.
@@ -88,18 +103,37 @@ class GraphLink:
         answer: asyncio.Future[dict[int, Tensor]] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._heard_at = time.monotonic()
-        self._waiting[number] = answer, output_bytes
+        self._waiting[number] = answer
+        self._max_output_bytes = max(self._max_output_bytes, min(output_bytes, MAX_OUTPUT_BYTES))
+        message = GraphRun(
+            request=number,
+            blocks=(span.start, span.end),
+            sizes=sizes,
+            values=metas,
+            exchange=exchange,
+        )
         try:
-            await self._stream.send(
-                GraphRun(request=number, blocks=(span.start, span.end), sizes=sizes, values=metas),
-                payload,
-            )
+            await self._send(message, payload)
             async with peer_timeout(self.peer, MAX_ANSWER_S, f"pieces {span} were computed"):
                 return await answer
         except StreamClosedError as error:
             raise PeerUnreachableError(str(error)) from None
+        except asyncio.CancelledError:
+            if self.version >= CHAIN_VERSION:
+                await wait_until_done(asyncio.ensure_future(self._cancel(number)))
+            raise
         finally:
             self._waiting.pop(number, None)
+
+    async def _send(self, message: GraphRun, payload: bytearray) -> None:
+        """A cancelled call sends the whole message, too: half of it would end the stream."""
+        sending = asyncio.ensure_future(self._stream.send(message, payload))
+        await wait_until_done(sending)
+        sending.result()
+
+    async def _cancel(self, number: int) -> None:
+        with suppress(StreamClosedError):
+            await self._stream.send(GraphCancel(request=number))
 
     def _require_usable(self) -> None:
         if self.failure is not None:
@@ -111,9 +145,8 @@ class GraphLink:
         try:
             while True:
                 await self._stream.wait_readable()
-                allowed = max((most for _, most in self._waiting.values()), default=0)
                 message, payload = await self._stream.receive(
-                    max_tensor_bytes=min(allowed, MAX_OUTPUT_BYTES)
+                    max_tensor_bytes=self._max_output_bytes
                 )
                 self._heard_at = time.monotonic()
                 match message:
@@ -154,23 +187,23 @@ class GraphLink:
 
     def _resolve(self, number: int, values: dict[int, Tensor]) -> None:
         waiting = self._waiting.get(number)
-        if waiting is not None and not waiting[0].done():
-            waiting[0].set_result(values)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(values)
 
     def _fail(self, message: GraphFailed) -> None:
         waiting = self._waiting.get(message.request)
-        if waiting is None or waiting[0].done():
+        if waiting is None or waiting.done():
             return
         text = f"{self.peer}: {message.message}"
         if message.code == "busy":
-            waiting[0].set_exception(BusyError(text, message.retry_after_s))
+            waiting.set_exception(BusyError(text, message.retry_after_s))
         else:
-            waiting[0].set_exception(RemoteError(message.code, text))
+            waiting.set_exception(RemoteError(message.code, text))
 
     def _end(self, error: NesaError) -> None:
         if self.failure is None:
             self.failure = error
-        for answer, _ in self._waiting.values():
+        for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(PeerUnreachableError(f"{self.peer}: {self.failure}"))
 

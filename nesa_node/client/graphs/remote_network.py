@@ -19,6 +19,7 @@ from nesa_node.client.model.loop_thread import HeldContext, LoopThread
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.core.errors import ConfigError, ContextLengthError
 from nesa_node.core.settings.addresses import parse_peer_address
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.core.settings.declaration import default_cache_dir, user_path
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.families import read_network_config
@@ -49,12 +50,14 @@ class RemoteNetwork:
         cache_dir: str | Path | None = None,
         swarm_key: str | None = None,
         identity_path: str | Path | None = None,
+        routing: RouteName = "chain",
         recovery_timeout_s: float = 60.0,
     ) -> RemoteNetwork:
         """The network that `name` (a folder or hub name) has the config of; no weights are read.
 
-        Requests wait `recovery_timeout_s` for nodes. Raises the `ModelError`s of
-        `open_checkpoint`, and `ConfigError` for malformed initial peers.
+        Nodes send values to each other, or in a "star" to this client. Requests wait
+        `recovery_timeout_s` for nodes. Raises the `ModelError`s of `open_checkpoint`, and
+        `ConfigError` for malformed initial peers.
         """
         peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
         checkpoint = open_checkpoint(
@@ -66,7 +69,7 @@ class RemoteNetwork:
         )
         options = ConnectionOptions(
             initial_peers=tuple(map(parse_peer_address, peers)),
-            routing="star",
+            routing=routing,
             swarm_key=swarm_key,
             identity_path=None if identity_path is None else user_path(identity_path),
             recovery_timeout_s=recovery_timeout_s,

@@ -37,6 +37,7 @@ from nesa_node.core.errors import (
     UnsupportedModelError,
     is_installed,
 )
+from nesa_node.core.settings.choices import RouteName
 from nesa_node.engine.weights.files import check_side_files
 from nesa_node.engine.weights.tokenizer import load_tokenizer
 
@@ -93,14 +94,16 @@ class SwarmPipeline:
         cache_dir: str | Path | None = None,
         swarm_key: str | None = None,
         identity_path: str | Path | None = None,
+        routing: RouteName = "chain",
         recovery_timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
         """Join the swarm that serves `model` (a folder or hub name) in pieces.
 
         A translation may name its languages, as transformers' tasks do: translation_en_to_fr.
-        `options` are transformers' own of this pipeline. Requests wait `recovery_timeout_s` for
-        nodes. Raises `ConfigError` for a task or model that does not fit, and what
+        `options` are transformers' own of this pipeline. Nodes send values to each other, or in
+        a "star" to this client, so that no node sees another. Requests wait `recovery_timeout_s`
+        for nodes. Raises `ConfigError` for a task or model that does not fit, and what
         `RemoteNetwork` raises.
         """
         require_task(task)
@@ -112,6 +115,7 @@ class SwarmPipeline:
             cache_dir=cache_dir,
             swarm_key=swarm_key,
             identity_path=identity_path,
+            routing=routing,
             recovery_timeout_s=recovery_timeout_s,
         )
         self._task = plain_task(task)

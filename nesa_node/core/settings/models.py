@@ -212,18 +212,23 @@ class AccessConfig(SharedConfig):
 DEFAULT_AUDIT_RATE = 0.01
 
 
-class ClientConfig(SharedConfig):
-    """Settings of clients, which use a swarm without serving blocks."""
+class RouteConfig(SharedConfig):
+    """How a client's requests travel."""
 
-    trace_service = "nesa-client"
-
-    model: ModelName | None = None
     route: RouteName = setting(
         "chain",
         "Swarm",
         "chain: nodes push to each other; star: all data passes this client.",
         basic=True,
     )
+
+
+class ClientConfig(RouteConfig):
+    """Settings of clients, which use a swarm without serving blocks."""
+
+    trace_service = "nesa-client"
+
+    model: ModelName | None = None
     replicate_cache: bool = setting(
         False, "Swarm", "Replicate each node's KV cache on a second node, for fast failover."
     )
@@ -432,7 +437,7 @@ class PoolClientConfig(SharedConfig):
     log_level: LogLevel = _log_level("warning")
 
 
-class TaskConfig(SharedConfig):
+class TaskConfig(RouteConfig):
     """Settings of `task`, which uses a network that nodes serve in pieces."""
 
     log_level: LogLevel = _log_level("warning")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from nesa_node.core.errors import BusyError, NesaError, ProtocolError, StreamClosedError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
+from nesa_node.server.graphs.awaited_values import AwaitedValues
+from nesa_node.server.graphs.piece_neighbours import PieceNeighbours
 from nesa_node.server.graphs.request_room import RequestRoom
 from nesa_node.server.graphs.served_pieces import ServedPieces
 from nesa_node.server.scheduler.batch import Executor
@@ -20,11 +25,14 @@ from nesa_node.swarm.p2p.identity import verify_adapter_proof
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.graph_messages import (
     MAX_PLAN_PART_BYTES,
+    MAX_RUNNING,
+    GraphCancel,
     GraphFailed,
     GraphOpen,
     GraphOpened,
     GraphOutput,
     GraphRun,
+    GraphValues,
     PlanPart,
     PlanRequest,
 )
@@ -36,8 +44,6 @@ log = get_logger(__name__)
 
 MAX_STREAMS_PER_PEER = 8
 MAX_STREAMS = 256
-MAX_RUNNING = 16
-"""Requests of one stream that may wait at once; more are not read yet."""
 BUSY_RETRY_S = 1.0
 CLOSE_GRACE_S = 1.0
 
@@ -66,6 +72,8 @@ class GraphServer:
         self._pieces = pieces
         self._executor = executor
         self._room = room
+        self._awaited = AwaitedValues()
+        self._neighbours = PieceNeighbours(swarm, model_id)
         self._max_request_bytes = room.peer_bytes // 2
         self._idle_timeout_s = idle_timeout_s
         self._allow, self._deny = allow, deny
@@ -128,6 +136,7 @@ class GraphServer:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+        await self._neighbours.close()
 
     def _check(self, peer: PeerId, message: GraphOpen | PlanRequest) -> None:
         if peer in self._deny or (self._allow and peer not in self._allow):
@@ -178,6 +187,7 @@ class GraphServer:
 
     async def _read_requests(self, stream: Stream, tasks: TaskSet) -> None:
         turns = asyncio.Semaphore(MAX_RUNNING)
+        answers: dict[int, asyncio.Task[None]] = {}
         while True:
             await turns.acquire()
             try:
@@ -194,9 +204,21 @@ class GraphServer:
                 await self._room.release(stream.peer, held - len(payload))
                 held = len(payload)
                 match message:
-                    case GraphRun():
+                    case GraphRun(request=number):
                         held = 0
-                        tasks.start(self._answer(stream, message, payload, turns), name="graph")
+                        answering = self._answer(stream, message, payload, turns, answers)
+                        task = tasks.start(answering, name="graph")
+                        if task is not None:
+                            answers[number] = task
+                    case GraphCancel():
+                        if message.request in answers:
+                            answers.pop(message.request).cancel()
+                        turns.release()
+                    case GraphValues():
+                        holding = self._hold_values(stream.peer, message, payload)
+                        held = 0
+                        tasks.start(holding, name="graph-values")
+                        turns.release()
                     case Ping():
                         await stream.send(Pong(nonce=message.nonce, epoch=0, step=-1, busy=False))
                         turns.release()
@@ -208,21 +230,47 @@ class GraphServer:
             finally:
                 await self._room.release(stream.peer, held)
             await self._swarm.message_budget.wait_until_paid(stream, message)
+            # A task that were cancelled before it began would not release what it holds.
+            await asyncio.sleep(0)
+
+    async def _hold_values(self, peer: PeerId, message: GraphValues, payload: bytearray) -> None:
+        try:
+            values = decode_values(message.values, payload)
+            await self._awaited.hold(message.key, peer, values)
+        except ProtocolError as error:
+            self._refusals.record(peer=peer, code=error.code, reason=str(error))
+        finally:
+            await self._room.release(peer, len(payload))
 
     async def _answer(
-        self, stream: Stream, message: GraphRun, payload: bytearray, turns: asyncio.Semaphore
+        self,
+        stream: Stream,
+        message: GraphRun,
+        payload: bytearray,
+        turns: asyncio.Semaphore,
+        answers: dict[int, asyncio.Task[None]],
     ) -> None:
         self._running += 1
         self._is_idle.clear()
         held = len(payload)
         try:
-            answer, content = await self._compute(stream.peer, message, payload)
-            del payload
-            await self._room.release(stream.peer, held)
-            held = 0
-            wanted = min(len(content), self._room.peer_bytes)
-            await self._room.acquire(stream.peer, wanted)
-            held = wanted
+            try:
+                made = await self._compute(stream.peer, message, payload)
+                del payload
+                await self._room.release(stream.peer, held)
+                held = 0
+                wanted = min(sum(each.nbytes for each in made.values()), self._room.peer_bytes)
+                await self._room.acquire(stream.peer, wanted)
+                held = wanted
+                returned = await self._send_on(message, made)
+                values, content = await asyncio.to_thread(encode_values, returned)
+                answer: GraphOutput | GraphFailed = GraphOutput(
+                    request=message.request, values=values
+                )
+            except NesaError as error:
+                answer, content = self._refuse(stream.peer, message, error), bytearray()
+            # From here on it is not cancelled: half a message would end the stream.
+            answers.pop(message.request, None)
             await stream.send(answer, content)
         except StreamClosedError:
             log.debug("stream_ended", peer=stream.peer)
@@ -235,21 +283,47 @@ class GraphServer:
 
     async def _compute(
         self, peer: PeerId, message: GraphRun, payload: bytearray
-    ) -> tuple[GraphOutput | GraphFailed, bytearray]:
-        try:
-            if self._drain_began.is_set():
-                raise ProtocolError("draining", "this node is leaving")
-            if message.blocks[0] > message.blocks[1]:
-                raise ProtocolError("wrong_blocks", "pieces that end before they begin")
-            values = decode_values(message.values, payload)
-            run = partial(self._pieces.run, Span(*message.blocks), message.sizes, values)
-            made = await self._executor.run(run)
-            metas, answer = await asyncio.to_thread(encode_values, made)
-            self.computed += 1
-            return GraphOutput(request=message.request, values=metas), answer
-        except NesaError as error:
-            code = error.code if isinstance(error, ProtocolError) else "not_computed"
-            self._refusals.messages[code] += 1
-            log.debug("request_refused", peer=peer, code=code, reason=str(error))
-            failed = GraphFailed(request=message.request, code=code, message=str(error)[:1024])
-            return failed, bytearray()
+    ) -> dict[int, Tensor]:
+        if self._drain_began.is_set():
+            raise ProtocolError("draining", "this node is leaving")
+        if message.blocks[0] > message.blocks[1]:
+            raise ProtocolError("wrong_blocks", "pieces that end before they begin")
+        values = decode_values(message.values, payload)
+        exchange = message.exchange
+        span = Span(*message.blocks)
+        async with AsyncExitStack() as stack:
+            if exchange is not None and exchange.sources:
+                claim = self._awaited.claim(exchange.key, exchange.sources)
+                values |= await stack.enter_async_context(claim)
+            made = await self._executor.run(partial(self._pieces.run, span, message.sizes, values))
+        self.computed += 1
+        return made
+
+    async def _send_on(self, message: GraphRun, made: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Send what other nodes need; what the client needs."""
+        exchange = message.exchange
+        if exchange is None:
+            return made
+        wanted = {index for target in exchange.targets for index in target.values}
+        if unknown := sorted(wanted.union(exchange.returned) - made.keys()):
+            raise ProtocolError("bad_tensor", f"these pieces do not give values {unknown}")
+        send = self._neighbours.send
+        await asyncio.gather(
+            *(
+                send(target.node, exchange.key, {index: made[index] for index in target.values})
+                for target in exchange.targets
+            )
+        )
+        return {index: made[index] for index in exchange.returned}
+
+    def _refuse(self, peer: PeerId, message: GraphRun, error: NesaError) -> GraphFailed:
+        code = error.code if isinstance(error, ProtocolError) else "not_computed"
+        self._refusals.messages[code] += 1
+        log.debug("request_refused", peer=peer, code=code, reason=str(error))
+        retry_after_s = error.retry_after_s if isinstance(error, BusyError) else 0.0
+        return GraphFailed(
+            request=message.request,
+            code=code,
+            message=str(error)[:1024],
+            retry_after_s=retry_after_s,
+        )

@@ -1,4 +1,4 @@
-"""Streams to neighbour nodes of a session: to push outputs, or to hand the session over."""
+"""Streams to neighbour nodes: to push outputs, to hand a session over, or for values of pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.p2p.identity import adapter_proof
 from nesa_node.swarm.p2p.tasks import SharedCall
+from nesa_node.swarm.protocol.graph_messages import GRAPH_PROTOCOL, GraphOpen, GraphOpened
 from nesa_node.swarm.protocol.link_encoder import LinkEncoder, get_link_speed
 from nesa_node.swarm.protocol.messages import (
     PROTOCOL,
@@ -30,7 +32,7 @@ from nesa_node.swarm.protocol.stream import Stream, peer_timeout
 
 log = get_logger(__name__)
 
-Welcome = TypeVar("Welcome", PushOpened, TransferOpened)
+Welcome = TypeVar("Welcome", PushOpened, TransferOpened, GraphOpened)
 
 NEIGHBOUR_TIMEOUT_S = 10.0
 """Longest wait of neighbours for each other while they are linked."""
@@ -115,11 +117,23 @@ async def dial_successor(lookup: NeighbourLookup, opened: Open, successor: Downs
     return stream
 
 
+async def dial_pieces(lookup: NeighbourLookup, neighbour: Downstream) -> tuple[Stream, GraphOpened]:
+    """Open a stream for values of pieces. Raises `ProtocolError("downstream_lost")`."""
+    swarm, peer = lookup.swarm, PeerId(neighbour.peer)
+    proof = adapter_proof(swarm.notices.membership, swarm.transport.peer_id, peer)
+    introduction = GraphOpen(version=VERSION, model=lookup.model_id, membership=proof)
+    return await _dial_neighbour(
+        lookup, neighbour, introduction, GraphOpened, protocol=GRAPH_PROTOCOL
+    )
+
+
 async def _dial_neighbour(
     lookup: NeighbourLookup,
     neighbour: Downstream,
-    introduction: PushOpen | TransferOpen,
+    introduction: PushOpen | TransferOpen | GraphOpen,
     welcome: type[Welcome],
+    *,
+    protocol: str = PROTOCOL,
 ) -> tuple[Stream, Welcome]:
     """Open a stream to a peer with a record that covers the blocks, and return its answer."""
     peer = PeerId(neighbour.peer)
@@ -129,7 +143,7 @@ async def _dial_neighbour(
             raise PeerUnreachableError(f"no valid record of {peer} is known")
         if not Span(*record.span).covers(Span(*neighbour.blocks)):
             raise PeerUnreachableError(f"{peer} announces {record.span}")
-        stream = await _open_stream(lookup, peer, record.addresses)
+        stream = await _open_stream(lookup, peer, protocol, record.addresses)
         try:
             async with peer_timeout(
                 stream.peer, NEIGHBOUR_TIMEOUT_S + 2, "opening a stream between nodes"
@@ -151,7 +165,9 @@ async def _dial_neighbour(
     return stream, answer
 
 
-async def _open_stream(lookup: NeighbourLookup, peer: PeerId, addresses: Sequence[str]) -> Stream:
+async def _open_stream(
+    lookup: NeighbourLookup, peer: PeerId, protocol: str, addresses: Sequence[str]
+) -> Stream:
     """Open a stream to `peer`, and report it if this node itself knew it as alive.
 
     Raises `PeerUnreachableError`. A client chooses which peers a node dials, and how often: its
@@ -160,7 +176,7 @@ async def _open_stream(lookup: NeighbourLookup, peer: PeerId, addresses: Sequenc
     swarm = lookup.swarm
     was_near = not math.isnan(swarm.rtts.rtt_ms(peer))
     try:
-        reader, writer = await swarm.transport.open_stream(peer, PROTOCOL, addresses)
+        reader, writer = await swarm.transport.open_stream(peer, protocol, addresses)
     except NoAddressError:
         raise
     except PeerUnreachableError:

@@ -25,11 +25,13 @@ from nesa_node.swarm.protocol.adapter_messages import (
 )
 from nesa_node.swarm.protocol.attest_messages import Attest, Attested
 from nesa_node.swarm.protocol.graph_messages import (
+    GraphCancel,
     GraphFailed,
     GraphOpen,
     GraphOpened,
     GraphOutput,
     GraphRun,
+    GraphValues,
     PlanPart,
     PlanRequest,
     payload_bytes,
@@ -118,7 +120,8 @@ AnyMessage = (
     | AdapterQuery | AdapterHeld | AdapterGet | AdapterFiles
     | AdapterPut | AdapterWanted | AdapterChunk | AdapterStored
     | Attest | Attested
-    | GraphOpen | GraphOpened | GraphRun | GraphOutput | GraphFailed | PlanRequest | PlanPart
+    | GraphOpen | GraphOpened | GraphRun | GraphCancel | GraphValues | GraphOutput | GraphFailed
+    | PlanRequest | PlanPart
 )  # fmt: skip
 
 _WithTensor = (
@@ -168,7 +171,7 @@ def payload_nbytes(message: Message, *, max_bytes: int) -> int:
 
     Raises `ProtocolError("bad_tensor")` for more than `max_bytes`, and for impossible tensors.
     """
-    if isinstance(message, GraphRun | GraphOutput):
+    if isinstance(message, GraphRun | GraphValues | GraphOutput):
         return payload_bytes(message.values, max_bytes=max_bytes)
     meta = tensor_of(message)
     return 0 if meta is None else tensors.check_meta(meta, max_bytes=max_bytes)

@@ -10,9 +10,22 @@ import msgspec
 from msgspec import Meta
 
 from nesa_node.core.errors import ProtocolError
-from nesa_node.swarm.protocol.messages import BlockRange, Message, Seconds, Version
+from nesa_node.swarm.protocol.messages import (
+    BlockRange,
+    Downstream,
+    Message,
+    PeerName,
+    Seconds,
+    Version,
+)
 
 GRAPH_PROTOCOL = "/nesa/graph/1"
+CHAIN_VERSION = (1, 8)
+"""Since this version nodes send values of a request to each other."""
+MAX_RUNNING = 16
+"""Requests of one stream that may wait at once; more are not read yet."""
+MAX_NODES = 64
+"""With which a node exchanges values of one request."""
 MAX_VALUES = 512
 """Of one message."""
 MAX_VALUE_DIMS = 8
@@ -31,6 +44,8 @@ ITEM_BYTES: Mapping[str, int] = dict(
 Index = Annotated[int, Meta(ge=0, lt=1 << 24)]
 Size = Annotated[int, Meta(ge=0, lt=1 << 31)]
 RequestNumber = Annotated[int, Meta(ge=0, lt=1 << 62)]
+RequestKey = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Indices = Annotated[tuple[Index, ...], Meta(max_length=MAX_VALUES)]
 
 
 class ValueMeta(msgspec.Struct, frozen=True, array_like=True):
@@ -82,6 +97,30 @@ class PlanPart(Message, frozen=True, kw_only=True, tag="plan_part"):
     data: Annotated[bytes, Meta(min_length=1, max_length=MAX_PLAN_PART_BYTES)]
 
 
+class SourceNode(msgspec.Struct, frozen=True, array_like=True):
+    """A node that sends values of a request to the one that is asked."""
+
+    peer: PeerName
+    values: Indices
+
+
+class TargetNode(msgspec.Struct, frozen=True, array_like=True):
+    """A node to which the one that is asked sends values of a request."""
+
+    node: Downstream
+    values: Indices
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """Which values of a request nodes send to each other, and which one node to the client."""
+
+    key: RequestKey
+    """Secret name of the request among its nodes."""
+    sources: Annotated[tuple[SourceNode, ...], Meta(max_length=MAX_NODES)]
+    targets: Annotated[tuple[TargetNode, ...], Meta(max_length=MAX_NODES)]
+    returned: Indices
+
+
 class GraphRun(Message, frozen=True, kw_only=True, tag="graph_run"):
     """Client to node: compute pieces of these values, which are the payload."""
 
@@ -89,6 +128,21 @@ class GraphRun(Message, frozen=True, kw_only=True, tag="graph_run"):
     blocks: BlockRange
     sizes: Annotated[tuple[Size, ...], Meta(max_length=MAX_SYMBOLS)]
     """The graph's open sizes, in the order of their names."""
+    values: Values
+    exchange: Exchange | None = None
+    """None: the client gives all values that the pieces need, and gets all that they give."""
+
+
+class GraphCancel(Message, frozen=True, kw_only=True, tag="graph_cancel"):
+    """Client to node: a request needs no answer any more."""
+
+    request: RequestNumber
+
+
+class GraphValues(Message, frozen=True, kw_only=True, tag="graph_values"):
+    """Node to node: values for a request of a client of both, which are the payload."""
+
+    key: RequestKey
     values: Values
 
 
