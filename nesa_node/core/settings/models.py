@@ -566,6 +566,12 @@ class NodeConfig(OrchestratorConfig):
         "With pieces: pixels of an image's sides, for networks that take images of one size.",
         default_text="what the model's config says, or 224",
     )
+    weight_memory_gib: Gibibytes | None = setting(
+        None,
+        "Limits",
+        "With pieces: memory for weights, in GiB. What exceeds it is read again for each request.",
+        default_text="all weights stay in memory",
+    )
     attn_cache_tokens: PositiveInt | None = setting(
         None, "Limits", "Capacity of the KV cache in tokens."
     )

@@ -149,18 +149,26 @@ class GraphPiece:
     """A piece with its weights, ready to run."""
 
     def __init__(
-        self, captured: CapturedModel, program: PieceProgram, weights: Mapping[str, Tensor]
+        self,
+        captured: CapturedModel,
+        program: PieceProgram,
+        weights: Mapping[str, Tensor],
+        device: torch.device,
     ) -> None:
-        """`weights` are the network's parameters and buffers, by name, on the piece's device."""
+        """`weights` are the network's parameters and buffers, by name, on `device`."""
         self.interface = program.interface
         self._captured = captured
         self._program = program
         module = program.module
-        device = next((each.device for each in weights.values()), torch.device("cpu"))
         for attribute, name in program.weights.items():
             _replace(module, attribute, weights[name])
         for attribute, constant in program.constants.items():
             _replace(module, attribute, constant.detach().to(device))
+
+    def drop_weights(self) -> None:
+        """Free the weights; the piece cannot run any more."""
+        for attribute in self._program.weights:
+            _replace(self._program.module, attribute, torch.empty(0, device="meta"))
 
     @torch.inference_mode()
     def run(self, values: Iterable[Tensor], sizes: Sizes) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.declaration import gib_to_bytes
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.graphs.model_graph import RequestSizes
 from nesa_node.engine.graphs.network import Network, compute_plan_id, open_plan_network
@@ -56,23 +57,33 @@ class GraphModel(NodeModel):
 
     def count_fitting(self, config: NodeConfig) -> int:
         usable = self._usable_bytes()
+        memory = gib_to_bytes(config.weight_memory_gib)
+        if memory is not None:
+            usable = min(usable, memory)
         for count in range(self.num_blocks, 0, -1):
             starts = range(self.num_blocks - count + 1)
             if max(sum(self._piece_bytes[start : start + count]) for start in starts) <= usable:
                 return count
+        if memory == usable:
+            return 1  # it reads what exceeds this memory for each request
         raise InsufficientMemoryError(
             f"the largest piece of {self.checkpoint.name} takes "
             f"{max(self._piece_bytes) >> 20} MiB, and {max(usable, 0) >> 20} MiB can be used: free "
-            "memory, or cut the network into more pieces (--pieces)"
+            "memory, cut the network into more pieces (--pieces), or have weights that do not fit "
+            "read for each request (--weight-memory-gib)"
         )
 
     def require_memory(self, config: NodeConfig, span: Span, *, regained_bytes: int = 0) -> None:
         needed = sum(self._piece_bytes[span.start : span.end])
+        memory = gib_to_bytes(config.weight_memory_gib)
+        if memory is not None:
+            needed = min(needed, memory)
         usable = self._usable_bytes() + regained_bytes
         if needed > usable:
             raise InsufficientMemoryError(
                 f"pieces {span} of {self.checkpoint.name} take {needed >> 20} MiB, and "
-                f"{max(usable, 0) >> 20} MiB can be used: take fewer (--num-blocks)"
+                f"{max(usable, 0) >> 20} MiB can be used: take fewer (--num-blocks), or keep less "
+                "in memory (--weight-memory-gib)"
             )
 
     def _usable_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +13,10 @@ import torch
 from nesa_node.core.errors import InsufficientMemoryError
 from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.declaration import gib_to_bytes
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.core.wait_tracking import track_wait
+from nesa_node.engine.graphs.piece_weights import PieceWeights, ResidentWeights, StreamedWeights
 from nesa_node.engine.model.devices import (
     MeasurementCancelled,
     SpanThroughput,
@@ -100,39 +102,52 @@ async def open_graph_span(
     Raises `ModelError`, `ResourceError` and `OSError`.
     """
     executor = scheduler.executor
-    with track_wait("weights to be loaded", blocks=(span,)):
-        pieces = await executor.run(partial(_load, served, span))
-    with track_wait("the speed to be measured", blocks=(span,)):
-        throughput = await executor.run(partial(_measure, pieces))
-    server = GraphServer(
-        swarm,
-        served.model_id,
-        pieces,
-        executor,
-        RequestRoom(pieces.max_bytes),
-        idle_timeout_s=config.idle_timeout_s,
-        allow=frozenset(config.allow_peers),
-        deny=frozenset(config.deny_peers),
-        refusals=refusals,
-    )
-    try:
+    async with AsyncExitStack() as stack:
+        with track_wait("weights to be loaded", blocks=(span,)):
+            memory_bytes = gib_to_bytes(config.weight_memory_gib)
+            pieces = await executor.run(partial(_load, served, span, memory_bytes))
+        stack.callback(pieces.close)
+        with track_wait("the speed to be measured", blocks=(span,)):
+            throughput = await executor.run(partial(_measure, pieces))
+        server = GraphServer(
+            swarm,
+            served.model_id,
+            pieces,
+            executor,
+            RequestRoom(pieces.max_bytes),
+            idle_timeout_s=config.idle_timeout_s,
+            allow=frozenset(config.allow_peers),
+            deny=frozenset(config.deny_peers),
+            refusals=refusals,
+        )
+        stack.push_async_callback(server.close)
         yield GraphSpan(pieces, throughput, server, scheduler)
-    finally:
-        await server.close()
 
 
-def _load(served: GraphModel, span: Span) -> ServedPieces:
-    network, plan = served.network, served.plan
-    program = network.build_piece(plan.operations(span), served.device)
-    with show_progress() as progress:
-        weights = network.load_weights(program, served.device, progress)
-    room = int(free_memory_bytes(served.device) * REQUEST_SHARE) // 2
+def _load(served: GraphModel, span: Span, memory_bytes: int | None) -> ServedPieces:
+    network, plan, device = served.network, served.plan, served.device
+    operations = plan.operations(span)
+    weights: PieceWeights
+    if memory_bytes is None or network.count_weight_bytes(operations) <= memory_bytes:
+        program = network.build_piece(operations, device)
+        with show_progress() as progress:
+            loaded = network.load_weights(program, device, progress)
+        weights = ResidentWeights(network, plan, loaded, device)
+    else:
+        weights = StreamedWeights(network, plan, span, device, memory_bytes)
+        log.info(
+            "weights_streamed",
+            span=str(span),
+            resident_mib=weights.resident_bytes >> 20,
+            all_mib=network.count_weight_bytes(operations) >> 20,
+        )
+    room = int(free_memory_bytes(device) * REQUEST_SHARE) // 2
     if room < MIN_ROOM_BYTES:
         raise InsufficientMemoryError(
             f"pieces {span} leave {room >> 20} MiB for requests, and {MIN_ROOM_BYTES >> 20} MiB "
             "are the least: take fewer (--num-blocks)"
         )
-    return ServedPieces(network, plan, span, weights, served.device, min(room, MAX_ROOM_BYTES))
+    return ServedPieces(network, plan, span, weights, device, min(room, MAX_ROOM_BYTES))
 
 
 def _measure(pieces: ServedPieces, stop: Callable[[], bool] = bool) -> SpanThroughput:

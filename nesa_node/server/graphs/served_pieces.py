@@ -14,7 +14,7 @@ from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.lru_table import LruTable
 from nesa_node.engine.graphs.network import Network
-from nesa_node.engine.graphs.piece import GraphPiece
+from nesa_node.engine.graphs.piece_weights import PieceWeights, RunnablePiece
 from nesa_node.engine.kernels.threads import clipped_mean
 from nesa_node.sharding.graph_plan import GraphPlan
 from nesa_node.sharding.open_sizes import Sizes
@@ -38,11 +38,11 @@ class ServedPieces:
         network: Network,
         plan: GraphPlan,
         span: Span,
-        weights: Mapping[str, Tensor],
+        weights: PieceWeights,
         device: torch.device,
         max_bytes: int,
     ) -> None:
-        """`weights` are those of the span, by name; no request may take more than `max_bytes`."""
+        """`weights` are those of the span; no request may take more than `max_bytes`."""
         self.network = network
         self.plan = plan
         self.span = span
@@ -50,12 +50,16 @@ class ServedPieces:
         self.max_bytes = max_bytes
         self._weights = weights
         self._seconds: deque[float] = deque(maxlen=MAX_TIMES)
-        self._pieces: OrderedDict[Span, GraphPiece] = OrderedDict()
+        self._pieces: OrderedDict[Span, RunnablePiece] = OrderedDict()
         self._peaks: LruTable[tuple[Span, Sizes], int] = LruTable(MAX_KNOWN_SIZES)
 
     @property
     def weight_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._weights.values())
+        return self._weights.held_bytes
+
+    def close(self) -> None:
+        """Read no more weights. Nothing may run any more."""
+        self._weights.close()
 
     def run(self, span: Span, sizes: Sizes, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Compute what `span` sends, on the CPU, of what it receives.
@@ -102,19 +106,17 @@ class ServedPieces:
         """Leave out what was computed so far, which no client asked for."""
         self._seconds.clear()
 
-    def _find_piece(self, span: Span) -> GraphPiece:
+    def _find_piece(self, span: Span) -> RunnablePiece:
         if span in self._pieces:
             self._pieces.move_to_end(span)
             return self._pieces[span]
-        program = self.network.build_piece(self.plan.operations(span), self.device)
-        piece = GraphPiece(self.network.captured, program, self._weights)
-        self._pieces[span] = piece
+        piece = self._pieces[span] = self._weights.find_piece(span)
         if len(self._pieces) > MAX_PROGRAMS:
             self._pieces.popitem(last=False)
         return piece
 
     def _check(
-        self, piece: GraphPiece, span: Span, sizes: Sizes, values: Mapping[int, Tensor]
+        self, piece: RunnablePiece, span: Span, sizes: Sizes, values: Mapping[int, Tensor]
     ) -> None:
         if len(sizes) != len(self.network.captured.sizes.symbols):
             raise ProtocolError("bad_tensor", f"{len(sizes)} sizes, of another graph")

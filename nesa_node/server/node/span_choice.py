@@ -59,6 +59,11 @@ def open_node_model(config: NodeConfig) -> DecoderModel | GraphModel:
         return open_graph_model(config, checkpoint, device)
     if device.type == "mps" and config.quant_type != "none":
         raise ConfigError(f"--quant-type {config.quant_type} needs --device cpu or cuda")
+    if config.weight_memory_gib is not None:
+        raise ConfigError(
+            "--weight-memory-gib is for networks in pieces (--pieces); for fewer blocks of a "
+            "language model there is --num-blocks"
+        )
     return DecoderModel(
         checkpoint=checkpoint,
         model_id=compute_model_id(checkpoint),

@@ -12,6 +12,7 @@ from torch import Tensor
 from nesa_node.core.ids import Span
 from nesa_node.engine.graphs.model_graph import RequestSizes
 from nesa_node.engine.graphs.network import Network
+from nesa_node.engine.graphs.piece_weights import ResidentWeights
 from nesa_node.engine.weights.checkpoint import open_folder
 from nesa_node.engine.weights.families import read_network_config
 from nesa_node.server.graphs import served_pieces
@@ -30,7 +31,7 @@ def pieces(tmp_path: Path) -> ServedPieces:
     plan = network.make_plan(3)
     span = Span(0, 2)
     program = network.build_piece(plan.operations(span), CPU)
-    weights = network.load_weights(program, CPU)
+    weights = ResidentWeights(network, plan, network.load_weights(program, CPU), CPU)
     return ServedPieces(network, plan, span, weights, CPU, 1 << 30)
 
 
