@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +27,7 @@ from nesa_node.server.orchestrator.history import History
 from nesa_node.server.orchestrator.planner import ChangeMonitor
 from nesa_node.swarm.dht.pool_notices import POOL, Offer, PoolStatus
 from nesa_node.swarm.dht.sealing import PlacementNotice
+from nesa_node.swarm.graph_plans import fetch_plan, is_planned, summarize_plan
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.link_measurements import ping
 from nesa_node.topology.changes.triggers import Sensitivity
@@ -123,6 +126,8 @@ class ModelTopologies:
 
 POLL_INTERVAL_S = 2.5
 POOL_INTERVAL_S = 5.0
+PLAN_INTERVAL_S = 5.0
+PLAN_RETRY_S = 60.0
 TICK_INTERVAL_S = 0.5
 VIEWED_TICK_INTERVAL_S = 0.1
 """Tick interval while a viewer watches this process's sessions, so that it sees short ones, too."""
@@ -171,6 +176,8 @@ class SwarmObserver:
         self._clock = clock
         self._state_lock = asyncio.Lock()
         """Held while the state changes in a thread: large swarms would block the event loop."""
+        self._plans_due: dict[ModelId, float] = {}
+        """When each model's plan is to be fetched; once it is here, never."""
         self._published_version = -1
 
     async def run(self) -> None:
@@ -178,6 +185,7 @@ class SwarmObserver:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._run_polls(), name="dashboard-look")
             group.create_task(self._run_pool_polls(), name="dashboard-pool")
+            group.create_task(self._run_plan_polls(), name="dashboard-plans")
             group.create_task(self._run_ticks(), name="dashboard-tick")
             if self._curves is not None:
                 curves = self._run_training_polls(self._curves)
@@ -250,6 +258,35 @@ class SwarmObserver:
             except Exception:  # a bug: the page keeps what it knows of the pool
                 log.exception("pool_poll_failed")
             await asyncio.sleep(POOL_INTERVAL_S)
+
+    async def poll_plans(self) -> None:
+        """Fetch the plans of networks in pieces that are new; one that fails is tried again."""
+        for model in self._state.models[:MAX_CHARTED_MODELS]:
+            model_id, now = model.model_id, time.monotonic()
+            if not is_planned(model_id) or now < self._plans_due.get(model_id, 0.0):
+                continue
+            self._plans_due[model_id] = now + PLAN_RETRY_S
+            async with self._state_lock:
+                records = self._state.records_of(model)
+            serving = [record for record in records if record.state == "serving"]
+            found = summarize_plan(model_id, model.num_blocks, serving)
+            try:
+                plan = await fetch_plan(self._swarm, found, random.Random())
+            except (NesaError, OSError) as error:
+                log.info("plan_not_fetched", model=model_id, reason=str(error))
+                continue
+            self._plans_due[model_id] = math.inf
+            async with self._state_lock:
+                self._state.update_plan(model_id, plan)
+            self._publish()
+
+    async def _run_plan_polls(self) -> None:
+        while True:
+            try:
+                await self.poll_plans()
+            except Exception:  # a bug, or a malicious record: the dashboard keeps running
+                log.exception("plan_poll_failed")
+            await asyncio.sleep(PLAN_INTERVAL_S)
 
     async def _run_training_polls(self, curves: TrainingCurves) -> None:
         while True:

@@ -28,12 +28,14 @@ from nesa_node.dashboard.views import (
     event_entries,
     model_entry,
     node_entry,
+    plan_entry,
     pool_entries,
     session_entry,
     summarize_models,
 )
 from nesa_node.routing.chain_request import ChainRequest
 from nesa_node.routing.chains import chain_cost_s, plan_chain
+from nesa_node.sharding.graph_plan import GraphPlan
 from nesa_node.swarm.dht.pool_notices import Offer, PoolStatus
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.swarm.dht.sealing import PlacementNotice
@@ -188,6 +190,7 @@ class DashboardState:
         self._published_events = 0
         self._audits = AuditHistory(None)
         self._links: dict[ModelId, LinksSummary] = {}
+        self._plans: dict[str, dict[str, Any]] = {}
         self._numbers: dict[ModelId, int] = {}
         self._next_number = itertools.count()
         self._reported_placements: dict[str, None] = {}
@@ -252,6 +255,12 @@ class DashboardState:
         for view in self._links.values():
             entries |= view.entries
         self.sections.replace_entries("links", entries)
+
+    def update_plan(self, model: ModelId, plan: GraphPlan) -> None:
+        """Show how a network is cut into pieces; of each model that has nodes."""
+        self._plans[model] = plan_entry(plan)
+        self._plans = {each: self._plans[each] for each in self._plans if each in self._numbers}
+        self.sections.replace_entries("plans", self._plans)
 
     def update_pool(self, offers: Iterable[Offer], statuses: Iterable[PoolStatus]) -> None:
         """Update machines without a model, and the swarms that are made of them."""

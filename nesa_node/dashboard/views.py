@@ -12,11 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from nesa_node.client.model.activity import SessionActivity
 from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.wait_tracking import WaitStatus
 from nesa_node.dashboard.node_tracker import DashboardEvent, EventKind, TrackedNode
+from nesa_node.sharding.graph_plan import GraphPlan, PieceWork
 from nesa_node.swarm.dht.pool_notices import Offer, PoolStatus
 from nesa_node.swarm.dht.records import majority_num_blocks
 
@@ -227,6 +230,23 @@ def model_entry(model: ModelSummary, order: int, number: int) -> dict[str, Any]:
     }
     del entry["model_id"]
     return entry
+
+
+def plan_entry(plan: GraphPlan) -> dict[str, Any]:
+    """Pieces as [operations, FLOP, bytes of weights, bytes received, bytes sent]."""
+    nothing = PieceWork(0, 0, 0, 0)
+    return {
+        "dtype": plan.dtype,
+        "batch": plan.batch,
+        "tokens": plan.tokens,
+        "image_size": plan.image_size,
+        "pieces": [
+            [len(operations), *map(_round_to_3_digits, msgspec.structs.astuple(work))]
+            for operations, work in zip(
+                plan.pieces, itertools.chain(plan.work, itertools.repeat(nothing)), strict=False
+            )
+        ],
+    }
 
 
 def session_entry(session: SessionActivity) -> dict[str, Any]:

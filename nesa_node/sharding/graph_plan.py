@@ -33,6 +33,18 @@ _Index = Annotated[int, Meta(ge=0, lt=MAX_OPERATIONS)]
 _Side = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
+_Amount = Annotated[float, Meta(ge=0, le=1e30)]
+
+
+class PieceWork(msgspec.Struct, frozen=True, array_like=True):
+    """What a request of the sizes that the network was captured for takes in a piece."""
+
+    flop: _Amount
+    weight_bytes: _Amount
+    received_bytes: _Amount
+    sent_bytes: _Amount
+
+
 class GraphPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Pieces in an order in which values only go on."""
 
@@ -54,11 +66,13 @@ class GraphPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         Meta(min_length=1, max_length=MAX_PIECES),
     ]
     """Operations of each, in the order in which they run."""
+    work: Annotated[tuple[PieceWork, ...], Meta(max_length=MAX_PIECES)] = ()
+    """Of each piece, to be shown: nodes and clients work it out from the graph."""
 
     @property
     def digest(self) -> str:
-        """16 hex digits of SHA-256, that do not depend on `made_with`."""
-        plain = msgspec.structs.replace(self, made_with={})
+        """16 hex digits of SHA-256, that do not depend on `made_with` and `work`."""
+        plain = msgspec.structs.replace(self, made_with={}, work=())
         return hashlib.sha256(encode_plan(plain)).hexdigest()[:16]
 
     def operations(self, span: Span) -> tuple[int, ...]:
@@ -130,6 +144,18 @@ def find_interface(graph: OperationGraph, operations: Sequence[int]) -> SpanInte
         elif used_here:
             received.append(index)
     return SpanInterface(tuple(received), tuple(sent))
+
+
+def measure_work(graph: OperationGraph, operations: Sequence[int]) -> PieceWork:
+    """What a piece of these operations takes."""
+    interface = find_interface(graph, operations)
+    parameters = {each for one in operations for each in graph.operations[one].parameters}
+    return PieceWork(
+        flop=sum(graph.operations[each].flop for each in operations),
+        weight_bytes=sum(graph.parameter_bytes[each] for each in parameters),
+        received_bytes=sum(graph.values[each].size_bytes for each in interface.received),
+        sent_bytes=sum(graph.values[each].size_bytes for each in interface.sent),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,12 +55,18 @@ async def find_plans(swarm: Swarm, base: ModelId) -> list[PlannedModel]:
     for record in await swarm.directory.fetch_all():
         if record.model_id.startswith(f"{base}.") and record.state == "serving":
             groups[record.model_id, record.num_blocks].append(record)
-    found = [_summarize(*key, records) for key, records in groups.items()]
+    found = [summarize_plan(*key, records) for key, records in groups.items()]
     found.sort(key=lambda each: (not each.is_whole, -len(each.nodes), each.model_id))
     return found[:MAX_PLANS]
 
 
-def _summarize(model_id: str, count: int, records: Sequence[NodeRecord]) -> PlannedModel:
+def is_planned(model_id: ModelId) -> bool:
+    """Whether the model is a network in pieces."""
+    return re.search(r"@[^.]+\.[0-9a-f]{16}$", model_id) is not None
+
+
+def summarize_plan(model_id: str, count: int, records: Sequence[NodeRecord]) -> PlannedModel:
+    """The network that these nodes serve."""
     held = {piece for record in records for piece in range(*record.span)}
     nodes = tuple((record.signer, record.addresses) for record in records)
     return PlannedModel(ModelId(model_id), count, nodes, len(held) == count)

@@ -20,7 +20,10 @@ from nesa_node.dashboard import observer as module
 from nesa_node.dashboard.feed import StateFeed
 from nesa_node.dashboard.observer import ModelTopologies, SwarmObserver
 from nesa_node.dashboard.state import DashboardState
+from nesa_node.dashboard.views import plan_entry
+from nesa_node.sharding.graph_plan import GraphPlan, PieceWork
 from nesa_node.swarm.dht.records import NodeRecord
+from nesa_node.swarm.graph_plans import PlannedModel
 from nesa_node.topology.snapshot import Snapshot
 from tests.dashboard.records import BLOCKS, MODEL, record
 
@@ -278,3 +281,63 @@ async def test_few_nodes_of_a_large_swarm_are_pinged_at_once_and_all_in_turn(
             async with asyncio.timeout(10):
                 while set(pinged) != set(peers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
+
+
+def plan(work: tuple[PieceWork, ...]) -> GraphPlan:
+    return GraphPlan(
+        graph="0" * 64,
+        dtype="float32",
+        batch=1,
+        tokens=8,
+        image_size=None,
+        made_with={},
+        pieces=((0, 1), (2,)),
+        work=work,
+    )
+
+
+async def test_plans_of_networks_are_fetched_once_and_again_after_a_failure(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = "tiny@0.0123456789abcdef"
+    asked: list[str] = []
+    answers: list[Any] = [
+        SwarmError("no node sent the plan"),
+        plan((PieceWork(3000.0, 10, 4, 8), PieceWork(1.0, 0, 8, 2))),
+    ]
+
+    async def fetch_plan(_: Any, found: PlannedModel, __: Any) -> GraphPlan:
+        asked.append(found.model_id)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, GraphPlan)
+        return answer
+
+    monkeypatch.setattr(module, "fetch_plan", fetch_plan)
+    monkeypatch.setattr(module, "PLAN_RETRY_S", 0.0)
+    seen.swarm.directory.records = [
+        record("a"),
+        record("b", (0, 2), model_id=network, num_blocks=2),
+    ]
+    await seen.observer.poll_records()
+    for _ in range(4):
+        await seen.observer.poll_plans()
+    assert asked == [network, network]
+    assert seen.section("plans") == {
+        network: {
+            "dtype": "float32",
+            "batch": 1,
+            "tokens": 8,
+            "image_size": None,
+            "pieces": [[2, 3000.0, 10, 4, 8], [1, 1, 0, 8, 2]],
+        }
+    }
+
+
+def test_plan_that_does_not_say_what_its_pieces_take_is_shown_all_the_same() -> None:
+    work = PieceWork(3000.0, 10, 4, 8)
+    for told, rows in (((), [[2, 0, 0, 0, 0], [1, 0, 0, 0, 0]]), ((work,) * 5, None)):
+        found = plan_entry(plan(told))["pieces"]
+        assert len(found) == 2
+        assert rows is None or found == rows

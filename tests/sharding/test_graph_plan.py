@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -13,14 +14,16 @@ from nesa_node.core.ids import Span
 from nesa_node.sharding.graph_plan import (
     MAX_PLAN_BYTES,
     GraphPlan,
+    PieceWork,
     Share,
     check_plan,
     cut_evenly,
     decode_plan,
     encode_plan,
     find_interface,
+    measure_work,
 )
-from nesa_node.sharding.operation_graph import Operation, OperationGraph, Value
+from nesa_node.sharding.operation_graph import Machine, Operation, OperationGraph, Value, block_cost
 from tests.sharding.random_graphs import random_graph
 
 DIGEST = bytes(range(32))
@@ -56,6 +59,24 @@ def test_plans_travel() -> None:
     assert plan.operations(Span(0, 2)) == (0, 2, 1, 3)
     other = plan_of((0, 2), (1, 3), made_with={"torch": "3"})
     assert plan.digest == other.digest != plan_of((0, 1), (2, 3)).digest
+    told = plan_of((0, 2), (1, 3), work=(PieceWork(1, 2, 3, 4), PieceWork(5, 6, 7, 8)))
+    assert decode_plan(encode_plan(told), where="a test").work == told.work
+    assert told.digest == plan.digest
+
+
+def test_work_of_a_piece_is_what_its_cost_is_made_of() -> None:
+    rng = random.Random(5)
+    machine = Machine(
+        flop_per_s=1.0, moved_bytes_per_s=math.inf, link_bytes_per_s=1.0, fast_memory_bytes=math.inf
+    )
+    for _ in range(30):
+        graph = random_graph(12, rng)
+        start = rng.randrange(12)
+        operations = range(start, rng.randrange(start, 12) + 1)
+        work, cost = measure_work(graph, operations), block_cost(graph, operations, machine)
+        assert (work.received_bytes, work.sent_bytes) == (cost.receive_s, cost.send_s)
+        assert work.flop == sum(graph.operations[each].flop for each in operations)
+        assert work.weight_bytes == cost.parameter_bytes
 
 
 @pytest.mark.parametrize(

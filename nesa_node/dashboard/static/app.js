@@ -7,6 +7,7 @@ import { EventList } from "./events.js";
 import { Graph, ZOOM } from "./graph.js";
 import { Live } from "./live.js";
 import { Playground } from "./playground.js";
+import { showPlan } from "./plan.js";
 import { colourOf, showLinks, showLinksOf, showNodes, showPool, showSessions } from "./tables.js";
 import { watchTheme } from "./theme.js";
 import { LEAST_SHAPED, Topology } from "./topology.js";
@@ -110,6 +111,7 @@ function show() {
   showDetails(nodes, links, now);
   events.show(live.get("events"));
   showCharts(model);
+  showPlan({ panel: $("plan"), words: $("plan-words"), body: $("pieces") }, live.get("plans").get(id), model);
   trainings.show(live.get("trainings"), now);
   $("playground").hidden = !about.get("playground");
   playground.update(() => ({ id, name: model?.name }), () => live.now());

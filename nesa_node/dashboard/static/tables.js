@@ -6,7 +6,7 @@ import { bytes, duration, el, keyed, milliseconds, named, nameOf, number, percen
 
 const MOST_LINKS = 200;
 
-function cell(label, ...classes) {
+export function cell(label, ...classes) {
   const td = el(["td", ...classes].join("."));
   td.dataset.label = label;
   return td;

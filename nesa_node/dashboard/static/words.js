@@ -15,11 +15,18 @@ export function number(value, digits = 3) {
 }
 
 export function bytes(value) {
+  return scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
+}
+
+export function flop(value) {
+  return scaled(value, 1000, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"]);
+}
+
+function scaled(value, factor, units) {
   if (value === null || value === undefined) return "–";
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
-  while (value >= 1024 && unit < units.length - 1) {
-    value /= 1024;
+  while (value >= factor && unit < units.length - 1) {
+    value /= factor;
     unit += 1;
   }
   return `${number(value)} ${units[unit]}`;

@@ -32,6 +32,7 @@ from nesa_node.sharding.graph_plan import (
     check_plan,
     cut_evenly,
     find_interface,
+    measure_work,
 )
 from nesa_node.sharding.open_sizes import Sizes, as_expression
 
@@ -278,6 +279,7 @@ def make_plan(
         image_size=sizes.image_size,
         made_with=library_versions(),
         pieces=tuple(map(tuple, pieces)),
+        work=tuple(measure_work(captured.graph, piece) for piece in pieces),
     )
 
 
