@@ -42,6 +42,7 @@ from benchmarks import (
     large,
     networks,
     partitions,
+    pictures,
     pool,
     prefill,
     routing,
@@ -58,6 +59,7 @@ from benchmarks import (
 from benchmarks.gateway import bench as gateway
 from benchmarks.models import SHAPES
 from benchmarks.options import Options, Quant
+from benchmarks.picture_scores import check_scorer
 from benchmarks.regions import bench as regions
 from benchmarks.results import FOLDER, load_average, write_result
 from benchmarks.wan import auto
@@ -96,6 +98,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "large": large,
     "networks": networks,
     "partitions": partitions,
+    "pictures": pictures,
     "pool": pool,
     "prefill": prefill,
     "regions": regions,
@@ -142,6 +145,8 @@ def check_arguments(options: Options, json_path: Path | None) -> None:
     """Find what would fail after minutes of measuring. Raises `ConfigError`."""
     if options.matrix is not None:
         check_matrix(Path(options.matrix))
+    if options.scorer is not None:
+        check_scorer(Path(options.scorer))
     known = {*SHAPES, "demo", *SIZES_OF_PLANS}
     folder = Path(options.model).expanduser()
     if options.model not in known and not (folder / "config.json").is_file():
@@ -205,6 +210,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--congestion-control", help="of TCP between the machines [default: cubic] (wan)")
     add("--sysctls", type=sysctls, metavar="NAME=VALUE,...", help="of the machines (wan)")
     add("--ga", choices=("corrected", "printed"), help="operators of the paper, or ours (tuning)")
+    add("--scorer", help="a folder with a CLIP model that scores pictures")
     add("--matrix", help="an .npz of round trips in seconds, zeros missing")
     add("--snapshots", type=int, help="of a trace (changes, gating, stability)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")

@@ -42,6 +42,7 @@ class Options:
     sysctls: tuple[str, ...] = ()
     ga: Literal["corrected", "printed"] = "corrected"
     matrix: str | None = None
+    scorer: str | None = None
     snapshots: int = 0
     seed: int = 0
 
@@ -55,5 +56,6 @@ class Options:
         return replace(self, **{key: value for key, value in given.items() if value is not None})
 
     def as_json(self) -> dict[str, Any]:
-        """For results: of a file only its name, since its folder is this machine's."""
-        return {**asdict(self), "matrix": self.matrix and Path(self.matrix).name}
+        """For results: of a path only its name, since its folder is this machine's."""
+        names = {"matrix": self.matrix, "scorer": self.scorer}
+        return asdict(self) | {key: path and Path(path).name for key, path in names.items()}

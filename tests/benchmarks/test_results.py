@@ -102,6 +102,7 @@ def test_the_commit_that_is_measured_is_told(
         (["routing", "--matrix", "{tmp}/text.npz"], "is no .npz"),
         (["estimate", "--matrix", "{tmp}/oblong.npz"], "must be"),
         (["decode", "--model", "{tmp}/nowhere"], "has no config.json"),
+        (["pictures", "--scorer", "{tmp}"], "--scorer: "),
         (["decode", "--runs", "0"], "1 or more"),
         (["decode", "--json", "{tmp}"], "is a folder"),
         (["decode", "--json", "{tmp}/text.npz/result.json"], "cannot write to"),

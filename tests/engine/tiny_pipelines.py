@@ -21,25 +21,25 @@ VOCABULARY = ["<|startoftext|>", "<|endoftext|>", *CHARACTERS, *(f"{c}</w>" for 
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": len(VOCABULARY)}
 
 
-def save_pipeline(title: str, folder: Path) -> Any:
-    """Save a pipeline of this class, and return it."""
+def save_pipeline(title: str, folder: Path, *, width: int = 1) -> Any:
+    """Save a pipeline of this class, and return it; `width` times as many channels."""
     torch.manual_seed(0)
     made = {
         "StableDiffusionPipeline": _sd,
         "StableDiffusionXLPipeline": _sdxl,
         "StableDiffusion3Pipeline": _sd3,
-    }[title]()
+    }[title](width)
     made.set_progress_bar_config(disable=True)
     made.save_pretrained(folder)
     return made
 
 
-def _sd() -> Any:
+def _sd(width: int) -> Any:
     return DIFFUSERS.StableDiffusionPipeline(
-        vae=_vae(),
+        vae=_vae(width),
         text_encoder=_clip("CLIPTextModel"),
-        tokenizer=_tokenizer(),
-        unet=_unet(cross_attention_dim=32),
+        tokenizer=make_tokenizer(),
+        unet=_unet(width, cross_attention_dim=32),
         scheduler=DIFFUSERS.DDIMScheduler(clip_sample=False, steps_offset=1),
         safety_checker=None,
         feature_extractor=None,
@@ -47,14 +47,15 @@ def _sd() -> Any:
     )
 
 
-def _sdxl() -> Any:
+def _sdxl(width: int) -> Any:
     return DIFFUSERS.StableDiffusionXLPipeline(
-        vae=_vae(),
+        vae=_vae(width),
         text_encoder=_clip("CLIPTextModel"),
         text_encoder_2=_clip("CLIPTextModelWithProjection"),
-        tokenizer=_tokenizer(),
-        tokenizer_2=_tokenizer(),
+        tokenizer=make_tokenizer(),
+        tokenizer_2=make_tokenizer(),
         unet=_unet(
+            width,
             cross_attention_dim=64,
             addition_embed_type="text_time",
             addition_time_embed_dim=8,
@@ -65,7 +66,7 @@ def _sdxl() -> Any:
     )
 
 
-def _sd3() -> Any:
+def _sd3(width: int) -> Any:
     t5 = HF.T5EncoderModel(
         HF.T5Config(
             vocab_size=len(VOCABULARY), d_model=96, d_kv=8, d_ff=64, num_layers=2, num_heads=4
@@ -74,12 +75,12 @@ def _sd3() -> Any:
     # transformers' own starts with embeddings of ones alone in some layers.
     _randomize(t5)
     return DIFFUSERS.StableDiffusion3Pipeline(
-        vae=_vae(shift_factor=0.1),
+        vae=_vae(width, shift_factor=0.1),
         text_encoder=_clip("CLIPTextModelWithProjection"),
         text_encoder_2=_clip("CLIPTextModelWithProjection"),
         text_encoder_3=t5.eval(),
-        tokenizer=_tokenizer(),
-        tokenizer_2=_tokenizer(),
+        tokenizer=make_tokenizer(),
+        tokenizer_2=make_tokenizer(),
         tokenizer_3=_t5_tokenizer(),
         transformer=DIFFUSERS.SD3Transformer2DModel(
             sample_size=LATENTS,
@@ -87,10 +88,10 @@ def _sd3() -> Any:
             in_channels=4,
             out_channels=4,
             num_layers=2,
-            attention_head_dim=8,
+            attention_head_dim=8 * width,
             num_attention_heads=4,
             joint_attention_dim=96,
-            caption_projection_dim=32,
+            caption_projection_dim=32 * width,
             pooled_projection_dim=64,
             pos_embed_max_size=LATENTS,
         ).eval(),
@@ -103,9 +104,9 @@ def _randomize(model: nn.Module) -> None:
         nn.init.normal_(parameter, std=0.2)
 
 
-def _vae(**options: Any) -> Any:
+def _vae(width: int, **options: Any) -> Any:
     return DIFFUSERS.AutoencoderKL(
-        block_out_channels=(32, 64),
+        block_out_channels=(32 * width, 64 * width),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
         latent_channels=4,
@@ -115,9 +116,9 @@ def _vae(**options: Any) -> Any:
     ).eval()
 
 
-def _unet(**options: Any) -> Any:
+def _unet(width: int, **options: Any) -> Any:
     return DIFFUSERS.UNet2DConditionModel(
-        block_out_channels=(32, 64),
+        block_out_channels=(32 * width, 64 * width),
         layers_per_block=1,
         sample_size=LATENTS,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
@@ -142,7 +143,8 @@ def _clip(kind: str) -> Any:
     return getattr(HF, kind)(config).eval()
 
 
-def _tokenizer() -> Any:
+def make_tokenizer() -> Any:
+    """Of CLIP, for ASCII characters."""
     vocabulary = {token: number for number, token in enumerate(VOCABULARY)}
     return HF.CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
 
