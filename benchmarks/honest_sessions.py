@@ -246,7 +246,7 @@ def _lose_one(
     standby: bool,
 ) -> None:
     """One session, of which a node is lost after some tokens."""
-    route = ROUTES[turn % len(ROUTES)]
+    route = "chain" if standby else ROUTES[turn % len(ROUTES)]
     with _client(
         bed.model, bed.addresses, options, found, route, "none", replicate_cache=standby
     ) as client:

@@ -270,6 +270,12 @@ def is_language_model(folder: Path, *, name: str) -> bool:
     return "For" not in name_of_class or "ForCausalLM" in name_of_class
 
 
+def read_any_config(folder: Path, *, name: str) -> PreTrainedConfig:
+    """Return the config of a language model as `read_config` does, else of a network."""
+    read = read_config if is_language_model(folder, name=name) else read_network_config
+    return read(folder, name=name)
+
+
 def read_network_config(folder: Path, *, name: str) -> PreTrainedConfig:
     """Return the config of any model of transformers, not only of a causal decoder.
 

@@ -108,10 +108,27 @@ def open_graph_model(
             raise ConfigError("give --plan or --pieces, not both")
         plan = _read_plan(config)
         return _make(checkpoint, device, open_plan_network(checkpoint, plan), plan)
-    sizes = RequestSizes(image_size=config.image_size)
-    network = Network(checkpoint, checkpoint.resolve_dtype(config.torch_dtype), sizes)
-    count = config.pieces or min(DEFAULT_PIECES, len(network.captured.graph))
-    return _make(checkpoint, device, network, network.make_plan(count))
+    network, plan = make_network(
+        checkpoint,
+        checkpoint.resolve_dtype(config.torch_dtype),
+        RequestSizes(image_size=config.image_size),
+        config.pieces,
+    )
+    return _make(checkpoint, device, network, plan)
+
+
+def make_network(
+    checkpoint: Checkpoint, dtype: torch.dtype, sizes: RequestSizes, count: int | None = None
+) -> tuple[Network, GraphPlan]:
+    """Capture a checkpoint's network and cut it into `count` pieces. Blocks the thread.
+
+    Without a count, as a node does that was given none. Raises as `Network` and
+    `Network.make_plan` do.
+    """
+    network = Network(checkpoint, dtype, sizes)
+    if count is None:
+        count = min(max(DEFAULT_PIECES, len(network.parts)), len(network.captured.graph))
+    return network, network.make_plan(count)
 
 
 def _read_plan(config: NodeConfig) -> GraphPlan:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from functools import partial
-from pathlib import Path
-
-from transformers import PreTrainedConfig
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
@@ -17,7 +14,11 @@ from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.devices import choose_device
 from nesa_node.engine.weights.checkpoint import compute_model_id
-from nesa_node.engine.weights.families import is_language_model, read_config, read_network_config
+from nesa_node.engine.weights.families import (
+    is_language_model,
+    read_any_config,
+    read_network_config,
+)
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.server.graphs.graph_model import GraphModel, open_graph_model
 from nesa_node.server.node.announcer import Announcer
@@ -39,11 +40,6 @@ def open_node_model(config: NodeConfig) -> DecoderModel | GraphModel:
     assert config.model is not None
     is_cut = config.pieces is not None or config.plan is not None
 
-    def read(folder: Path, *, name: str) -> PreTrainedConfig:
-        if is_cut or not is_language_model(folder, name=name):
-            return read_network_config(folder, name=name)
-        return read_config(folder, name=name)
-
     checkpoint = open_checkpoint(
         config.model,
         revision=config.revision,
@@ -52,7 +48,7 @@ def open_node_model(config: NodeConfig) -> DecoderModel | GraphModel:
         max_disk_bytes=gib_to_bytes(config.max_disk_gib),
         evicts=config.evict_downloads,
         max_model_bytes=gib_to_bytes(config.pool_max_download_gib),
-        read=read,
+        read=read_network_config if is_cut else read_any_config,
     )
     device = choose_device(config.device)
     if is_cut or not is_language_model(checkpoint.folder, name=checkpoint.name):

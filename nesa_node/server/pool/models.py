@@ -14,6 +14,8 @@ from nesa_node.core.ids import ModelId, Span, is_model_name
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.models import SharedConfig
+from nesa_node.engine.graphs.model_graph import RequestSizes
+from nesa_node.engine.graphs.network import compute_plan_id
 from nesa_node.engine.model.devices import (
     cache_bytes_per_token,
     compute_block_bytes,
@@ -21,9 +23,11 @@ from nesa_node.engine.model.devices import (
 )
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.demo_model import DEMO_MODEL_NAME, demo_model_path
+from nesa_node.engine.weights.families import is_language_model, read_any_config
 from nesa_node.engine.weights.hub import find_cached_folder, open_checkpoint
 from nesa_node.engine.weights.skeleton import Skeleton
 from nesa_node.routing.placement.building import ModelShape
+from nesa_node.server.graphs.graph_model import make_network
 from nesa_node.topology.roofline import BlockWork
 
 QUANT_TYPES: tuple[QuantType, ...] = ("none", "int8", "nf4")
@@ -55,12 +59,18 @@ def open_pool_model(
         locate_model(name, config.cache_dir),
         token=secret_text(config.token),
         cache_dir=config.cache_dir,
+        read=read_any_config,
         max_model_bytes=max_model_bytes,
     )
 
 
 def block_tensors(checkpoint: Checkpoint, span: Span) -> list[str]:
-    """Names of the checkpoint's tensors in these blocks. Raises `CorruptCheckpointError`."""
+    """Names of the checkpoint's tensors in these blocks, or in all pieces of a network.
+
+    Raises `CorruptCheckpointError`.
+    """
+    if not is_language_model(checkpoint.folder, name=checkpoint.name):
+        return list(checkpoint.tensors)
     skeleton = Skeleton(checkpoint)
     return skeleton.source_names(skeleton.block_names(span))
 
@@ -68,9 +78,12 @@ def block_tensors(checkpoint: Checkpoint, span: Span) -> list[str]:
 def describe_model(checkpoint: Checkpoint) -> tuple[ModelShape, ModelId]:
     """What the blocks of a model take, and its id. Blocks the thread.
 
-    Quantizations that cannot hold the model are left out. Raises as `compute_block_bytes` does.
+    Quantizations that cannot hold the model are left out. Raises as `compute_block_bytes` does, and
+    for a network that is no language model as `make_network` does.
     """
     dtype = checkpoint.resolve_dtype("auto")
+    if not is_language_model(checkpoint.folder, name=checkpoint.name):
+        return _describe_network(checkpoint, dtype)
     sizes: dict[QuantType, tuple[int, ...]] = {"none": compute_block_bytes(checkpoint, dtype)}
     for quant_type in QUANT_TYPES[1:]:
         with suppress(UnsupportedModelError):
@@ -92,6 +105,30 @@ def describe_model(checkpoint: Checkpoint) -> tuple[ModelShape, ModelId]:
         _block_files(checkpoint),
     )
     return shape, compute_model_id(checkpoint)
+
+
+def _describe_network(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[ModelShape, ModelId]:
+    """Pieces are blocks, and a request of the usual size is a token."""
+    network, plan = make_network(checkpoint, dtype, RequestSizes())
+    operations = network.captured.graph.operations
+    shape = ModelShape(
+        checkpoint.name,
+        {"none": tuple(network.count_weight_bytes(piece) for piece in plan.pieces)},
+        {
+            "none": tuple(
+                BlockWork(
+                    sum(operations[each].moved_bytes for each in piece),
+                    sum(operations[each].flop for each in piece),
+                )
+                for piece in plan.pieces
+            )
+        },
+        cache_tokens=1,
+        cache_bytes=0,
+        dtype=DTYPE_NAMES[dtype],
+        family=str(checkpoint.config.model_type),
+    )
+    return shape, compute_plan_id(checkpoint, plan)
 
 
 def _head_work(checkpoint: Checkpoint, dtype: torch.dtype) -> BlockWork:
