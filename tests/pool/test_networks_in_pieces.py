@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import transformers
 
 from nesa_node import RemoteNetwork
+from nesa_node.engine.model.devices import free_memory_bytes
 from tests.e2e.test_networks import inputs
 from tests.pool.machines import open_pool
 
@@ -28,8 +28,8 @@ def test_pieces_are_built_used_and_removed(tmp_path: Path) -> None:
     model = HF.ViTForImageClassification(config).eval()
     model.save_pretrained(tmp_path / "cache" / NAME)
     total = sum(each.nbytes for each in model.parameters())
-    # One machine cannot hold all of it.
-    share = f"{0.7 * total / psutil.virtual_memory().total:.12f}"
+    # Of what is free: one machine cannot hold all of it.
+    share = f"{0.8 * total / free_memory_bytes('cpu'):.12f}"
     with open_pool(tmp_path, [("--pool-memory-share", share)] * 3) as pool:
         planned = pool.swarm(
             "create", NAME, "--dry-run", "--json", "--cache-dir", str(pool.cache_dir)
