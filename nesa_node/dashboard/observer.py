@@ -261,6 +261,8 @@ class SwarmObserver:
 
     async def poll_plans(self) -> None:
         """Fetch the plans of networks in pieces that are new; one that fails is tried again."""
+        shown = {model.model_id for model in self._state.models}
+        self._plans_due = {each: due for each, due in self._plans_due.items() if each in shown}
         for model in self._state.models[:MAX_CHARTED_MODELS]:
             model_id, now = model.model_id, time.monotonic()
             if not is_planned(model_id) or now < self._plans_due.get(model_id, 0.0):

@@ -38,9 +38,9 @@ def visited(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
     found: list[Span] = []
     ask = GraphConnection._ask
 
-    async def record(self: Any, link: Any, span: Span, *args: Any) -> Any:
+    async def record(self: Any, link: Any, span: Span, *args: Any, **options: Any) -> Any:
         found.append(span)
-        return await ask(self, link, span, *args)
+        return await ask(self, link, span, *args, **options)
 
     monkeypatch.setattr(GraphConnection, "_ask", record)
     return found

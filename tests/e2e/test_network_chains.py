@@ -51,7 +51,10 @@ class Network:
     @property
     def is_idle(self) -> bool:
         return not any(
-            server._running or server._room.held_bytes or len(server._awaited)
+            server._running
+            or server._room.held_bytes
+            or server._values_room.held_bytes
+            or len(server._awaited)
             for server in self.servers
         )
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
-from nesa_node.client.graphs.chain_steps import ChainStep, find_steps
+from nesa_node.client.graphs.chain_run import run_chain
+from nesa_node.client.graphs.chain_steps import find_steps
 from nesa_node.client.graphs.graph_link import GraphLink, open_graph_link
 from nesa_node.client.routing.node_selection import NodeSelector
 from nesa_node.client.routing.planner import ChainPlanner
@@ -45,21 +46,18 @@ from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.graph_messages import (
     ALIGNMENT,
-    CHAIN_VERSION,
     MAX_NODES,
     MAX_RUNNING,
     Exchange,
-    SourceNode,
-    TargetNode,
 )
-from nesa_node.swarm.protocol.messages import Downstream
 
 log = get_logger(__name__)
 
 CHAIN_FRESH_S = 10.0
 """Seconds for which requests use the nodes that were chosen for an earlier one."""
 STAR_AFTER_FAILURE_S = 30.0
-"""Seconds for which requests go in a star after one failed in a chain."""
+"""Seconds for which requests go in a star after one failed in a chain; twice as long after each
+further one."""
 RETRY_PAUSE_S = 0.3
 MAX_NOT_COMPUTED = 2
 """So many nodes may fail to compute a request before it fails: the first may be at fault."""
@@ -127,10 +125,12 @@ class GraphConnection:
         self._planned_at = 0.0
         self._planning = asyncio.Lock()
         self._star_until = 0.0
+        self._num_chains_failed = 0
+        """In a row."""
         self._chain_turns = asyncio.Semaphore(MAX_RUNNING)
         """Nodes read no more requests of one client at once. With more, two nodes might each wait
         for values of a request that the other one has not read."""
-        self._links: dict[PeerId, GraphLink] = {}
+        self._links: dict[PeerId, asyncio.Future[GraphLink]] = {}
         self._link_locks: dict[PeerId, asyncio.Lock] = {}
         self._tasks = TaskSet()
         self._interfaces: dict[Span, SpanInterface] = {}
@@ -199,43 +199,19 @@ class GraphConnection:
         if not steps or len(steps) > MAX_NODES:
             return None
         async with self._chain_turns:
-            running = [
-                asyncio.ensure_future(self._run_step(step, steps, key, progress))
-                for key in [secrets.token_bytes(16)]
-                for step in steps
-            ]
             try:
-                made = await asyncio.gather(*running)
+                ask = partial(self._ask, sizes=progress.sizes)
+                made = await run_chain(steps, self._find_link, ask, progress.values)
             except (PeerUnreachableError, ProtocolError) as error:
-                self._star_until = time.monotonic() + STAR_AFTER_FAILURE_S
-                log.info("chain_failed", reason=str(error))
+                self._num_chains_failed += 1
+                pause_s = STAR_AFTER_FAILURE_S * 2 ** min(self._num_chains_failed - 1, 6)
+                self._star_until = time.monotonic() + pause_s
+                log.info("chain_failed", reason=str(error), star_for_s=pause_s)
+                self._extend(progress)
                 return None
-            finally:
-                for each in running:
-                    each.cancel()
-                await asyncio.wait(running)
-        for values in made:
-            progress.values |= values
+        self._num_chains_failed = 0
+        progress.values |= made
         return {index: progress.values[index] for index in outputs}
-
-    async def _run_step(
-        self, step: ChainStep, steps: Sequence[ChainStep], key: bytes, progress: _Progress
-    ) -> dict[int, Tensor]:
-        link = await self._find_link(step.peer)
-        if link.version < CHAIN_VERSION:
-            raise RemoteError("old_version", f"{step.peer} sends nothing to other nodes")
-        spans = {each.peer: (each.span.start, each.span.end) for each in steps}
-        exchange = Exchange(
-            key=key,
-            sources=tuple(SourceNode(peer, tuple(values)) for peer, values in step.sources.items()),
-            targets=tuple(
-                TargetNode(Downstream(peer, spans[peer]), tuple(values))
-                for peer, values in step.targets.items()
-            ),
-            returned=tuple(step.returned),
-        )
-        given = {index: progress.values[index] for index in step.given}
-        return await self._ask(link, step.span, given, step.returned, progress.sizes, exchange)
 
     def _find_pieces(self, known: Mapping[int, Tensor], outputs: Iterable[int]) -> list[int]:
         """The pieces that a request needs where some values are known, in order."""
@@ -277,7 +253,7 @@ class GraphConnection:
     async def _run_at(self, link: GraphLink, span: Span, progress: _Progress) -> dict[int, Tensor]:
         interface = self._find_interface(span)
         given = {index: progress.values[index] for index in interface.received}
-        return await self._ask(link, span, given, interface.sent, progress.sizes)
+        return await self._ask(link, span, given, interface.sent, sizes=progress.sizes)
 
     async def _ask(
         self,
@@ -285,12 +261,14 @@ class GraphConnection:
         span: Span,
         given: Mapping[int, Tensor],
         wanted: Iterable[int],
+        *,
         sizes: Sizes,
         exchange: Exchange | None = None,
+        sent: asyncio.Event | None = None,
     ) -> dict[int, Tensor]:
         shapes = {index: self.network.find_shape(index, sizes) for index in wanted}
         most = sum(shape.nbytes + ALIGNMENT for shape in shapes.values())
-        made = await link.run(span, sizes, given, most, exchange)
+        made = await link.run(span, sizes, given, most, exchange, sent)
         for index, shape in shapes.items():
             found = made.get(index)
             if found is None or (found.dtype, tuple(found.shape)) != (shape.dtype, shape.shape):
@@ -350,11 +328,12 @@ class GraphConnection:
 
     async def _find_link(self, peer: PeerId) -> GraphLink:
         async with self._link_locks.setdefault(peer, asyncio.Lock()):
-            link = self._links.get(peer)
-            if link is None or link.failure is not None:
-                ready: asyncio.Future[GraphLink] = asyncio.get_running_loop().create_future()
-                self._tasks.start(self._hold_link(peer, ready), name="graph-link")
-                link = self._links[peer] = await ready
+            opening = self._links.get(peer)
+            if opening is None or _has_failed(opening):
+                opening = asyncio.get_running_loop().create_future()
+                self._links[peer] = opening
+                self._tasks.start(self._hold_link(peer, opening), name="graph-link")
+            link = await asyncio.shield(opening)
             if link.is_leaving:
                 raise RemoteError("draining", f"{peer} is leaving")
             return link
@@ -368,6 +347,7 @@ class GraphConnection:
         except NesaError as error:
             if not ready.done():
                 ready.set_exception(error)
+                ready.exception()  # is seen, also where no request waits any more
 
     def _find_interface(self, span: Span) -> SpanInterface:
         if span not in self._interfaces:
@@ -392,6 +372,12 @@ class GraphConnection:
             for index in self.network.find_interface(piece).sent
         )
         return max(int(total / count / self.network.dtype.itemsize), 1)
+
+
+def _has_failed(opening: asyncio.Future[GraphLink]) -> bool:
+    if not opening.done():
+        return False
+    return opening.exception() is not None or opening.result().failure is not None
 
 
 @asynccontextmanager

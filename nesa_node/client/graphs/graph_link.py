@@ -27,6 +27,7 @@ from nesa_node.swarm.p2p.tasks import wait_until_done
 from nesa_node.swarm.protocol.graph_messages import (
     CHAIN_VERSION,
     GRAPH_PROTOCOL,
+    MAX_RUNNING,
     Exchange,
     GraphCancel,
     GraphFailed,
@@ -34,6 +35,7 @@ from nesa_node.swarm.protocol.graph_messages import (
     GraphOpened,
     GraphOutput,
     GraphRun,
+    ValueMeta,
 )
 from nesa_node.swarm.protocol.graph_values import decode_values, encode_values
 from nesa_node.swarm.protocol.messages import VERSION, Busy, ErrorMessage, Leaving, Ping, Pong
@@ -63,6 +65,8 @@ class GraphLink:
         self._stream = stream
         self._max_bytes = opened.max_bytes
         self._numbers = itertools.count()
+        self._turns = asyncio.Semaphore(MAX_RUNNING)
+        """A node reads no more requests of one stream at once."""
         self._waiting: dict[int, asyncio.Future[dict[int, Tensor]]] = {}
         """For each request its answer."""
         self._max_output_bytes = 0
@@ -81,11 +85,12 @@ class GraphLink:
         values: Mapping[int, Tensor],
         output_bytes: int,
         exchange: Exchange | None = None,
+        sent: asyncio.Event | None = None,
     ) -> dict[int, Tensor]:
         """Have the node compute `span`. Its answer has at most `output_bytes`.
 
-        With `exchange` other nodes give and get some of the values. A cancelled call tells the node
-        that it need not answer.
+        With `exchange` other nodes give and get some of the values. `sent` is set once the request
+        is on its way. A cancelled call tells the node that it need not answer.
 
         Raises `PeerUnreachableError`, `BusyError`, `RemoteError` with the node's reason, and
         `ProtocolError` for a node that breaks the protocol.
@@ -98,6 +103,19 @@ class GraphLink:
                 f"a request has {len(payload) >> 20} MiB of values, and {self.peer} takes "
                 f"{self._max_bytes >> 20} MiB: send a smaller batch or image",
             )
+        async with self._turns:
+            return await self._run(span, sizes, metas, payload, output_bytes, exchange, sent)
+
+    async def _run(
+        self,
+        span: Span,
+        sizes: Sizes,
+        metas: tuple[ValueMeta, ...],
+        payload: bytearray,
+        output_bytes: int,
+        exchange: Exchange | None,
+        sent: asyncio.Event | None,
+    ) -> dict[int, Tensor]:
         self._require_usable()
         number = next(self._numbers)
         answer: asyncio.Future[dict[int, Tensor]] = asyncio.get_running_loop().create_future()
@@ -114,11 +132,13 @@ class GraphLink:
         )
         try:
             await self._send(message, payload)
+            if sent is not None:
+                sent.set()
             async with peer_timeout(self.peer, MAX_ANSWER_S, f"pieces {span} were computed"):
                 return await answer
         except StreamClosedError as error:
             raise PeerUnreachableError(str(error)) from None
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, PeerUnreachableError):
             if self.version >= CHAIN_VERSION:
                 await wait_until_done(asyncio.ensure_future(self._cancel(number)))
             raise

@@ -33,6 +33,8 @@ class PieceWeights(Protocol):
 
     held_bytes: int
     """Most bytes of them in memory."""
+    unread_bytes: int
+    """Those of `held_bytes` that are not in memory yet."""
 
     def find_piece(self, span: Span) -> RunnablePiece:
         """The pieces of a span within the node's, ready to run."""
@@ -56,6 +58,7 @@ class ResidentWeights:
     ) -> None:
         """`weights` are those of the span, by name."""
         self.held_bytes = sum(tensor.nbytes for tensor in weights.values())
+        self.unread_bytes = 0
         self._network = network
         self._plan = plan
         self._weights = weights
@@ -123,7 +126,8 @@ class StreamedWeights:
             if segment.nbytes <= left - self.resident_bytes:
                 segment.resident = self._load(segment, self._read(segment))
                 self.resident_bytes += segment.nbytes
-        self.held_bytes = self.resident_bytes + 2 * largest
+        self.unread_bytes = 2 * largest
+        self.held_bytes = self.resident_bytes + self.unread_bytes
         self._reading: tuple[Segment, Future[dict[str, Tensor]]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
@@ -137,8 +141,9 @@ class StreamedWeights:
     def take(self, segment: Segment, following: Segment) -> GraphPiece:
         """A segment with its weights; those of `following` are read from now on."""
         assert segment.resident is None
-        weights = self._begin(segment).result()
-        self._reading = None
+        reading = self._begin(segment)
+        self._reading = None  # also where it failed: the next request reads anew
+        weights = reading.result()
         self._begin(following)
         return self._load(segment, weights)
 
@@ -183,9 +188,11 @@ class StreamedPiece:
             if piece is None:
                 position = (position + 1) % len(self._streamed)
                 piece = self._weights.take(segment, self._streamed[position])
-            made = piece.run([known[index] for index in piece.interface.received], sizes)
-            if segment.resident is None:
-                piece.drop_weights()
+            try:
+                made = piece.run([known[index] for index in piece.interface.received], sizes)
+            finally:
+                if segment.resident is None:
+                    piece.drop_weights()
             known |= zip(piece.interface.sent, made, strict=True)
             for index in [each for each in known if self._last_use.get(each, -1) <= number]:
                 del known[index]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from nesa_node.sharding.graph_plan import encode_plan
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import verify_adapter_proof
 from nesa_node.swarm.p2p.tasks import TaskSet
+from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.graph_messages import (
     MAX_PLAN_PART_BYTES,
     MAX_RUNNING,
@@ -46,6 +48,52 @@ MAX_STREAMS_PER_PEER = 8
 MAX_STREAMS = 256
 BUSY_RETRY_S = 1.0
 CLOSE_GRACE_S = 1.0
+ALIVE_INTERVAL_S = 3.0
+"""Between two messages to a client whose request waits for its turn or room."""
+
+
+class _Answers:
+    """Requests of one stream that are not answered yet."""
+
+    def __init__(self) -> None:
+        self.turns = asyncio.Semaphore(MAX_RUNNING)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def add(self, number: int, task: asyncio.Task[None] | None) -> None:
+        if task is not None:
+            self._tasks[number] = task
+
+    def cancel(self, number: int) -> None:
+        if number in self._tasks:
+            self._tasks.pop(number).cancel()
+
+    def remove(self, number: int) -> None:
+        """Take out the running task, where it is this request's: numbers may be used again."""
+        if self._tasks.get(number) is asyncio.current_task():
+            del self._tasks[number]
+
+
+@asynccontextmanager
+async def _told_alive(stream: Stream) -> AsyncIterator[None]:
+    """Tell the peer now and then that this node lives, though it reads nothing."""
+    is_over = asyncio.Event()
+
+    async def tell() -> None:
+        while not is_over.is_set():
+            try:
+                async with asyncio.timeout(ALIVE_INTERVAL_S):
+                    await is_over.wait()
+            except TimeoutError:
+                if stream.can_send_now:
+                    with suppress(StreamClosedError):
+                        await stream.send(Pong(nonce=0, epoch=0, step=-1, busy=True))
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        is_over.set()
+        await telling
 
 
 class GraphServer:
@@ -57,24 +105,29 @@ class GraphServer:
         model_id: ModelId,
         pieces: ServedPieces,
         executor: Executor,
-        room: RequestRoom,
+        room_bytes: int,
         *,
         idle_timeout_s: float,
         allow: frozenset[PeerId] = frozenset(),
         deny: frozenset[PeerId] = frozenset(),
         refusals: RefusalLog | None = None,
     ) -> None:
-        """`executor` is the device's thread. The caller closes it."""
+        """`executor` is the device's thread; values that come and go may take `room_bytes`.
+
+        The caller closes it.
+        """
         self.computed = 0
         """Requests that were computed."""
         self._swarm = swarm
         self._model_id = model_id
         self._pieces = pieces
         self._executor = executor
-        self._room = room
         self._awaited = AwaitedValues()
         self._neighbours = PieceNeighbours(swarm, model_id)
-        self._max_request_bytes = room.peer_bytes // 2
+        self._room = RequestRoom(room_bytes // 2)
+        self._values_room = RequestRoom(room_bytes // 2)
+        """Of values from other nodes, so that requests that wait for them leave room for them."""
+        self._max_request_bytes = self._room.peer_bytes // 2
         self._idle_timeout_s = idle_timeout_s
         self._allow, self._deny = allow, deny
         self._refusals = refusals or RefusalLog()
@@ -132,11 +185,11 @@ class GraphServer:
         """End all streams; afterwards nothing uses the pieces."""
         if self._handlers:
             await asyncio.wait(self._handlers, timeout=CLOSE_GRACE_S)
+        await self._neighbours.close()  # what is still being sent to them ends
         while tasks := [task for task in self._handlers if not task.done()]:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        await self._neighbours.close()
 
     def _check(self, peer: PeerId, message: GraphOpen | PlanRequest) -> None:
         if peer in self._deny or (self._allow and peer not in self._allow):
@@ -186,10 +239,8 @@ class GraphServer:
             log.debug("stream_ended", peer=stream.peer)
 
     async def _read_requests(self, stream: Stream, tasks: TaskSet) -> None:
-        turns = asyncio.Semaphore(MAX_RUNNING)
-        answers: dict[int, asyncio.Task[None]] = {}
+        answers = _Answers()
         while True:
-            await turns.acquire()
             try:
                 async with asyncio.timeout(self._idle_timeout_s):
                     await stream.wait_readable()
@@ -197,58 +248,60 @@ class GraphServer:
                 raise ProtocolError(
                     "idle_timeout", f"no request came for {self._idle_timeout_s:g} s"
                 ) from None
-            await self._room.acquire(stream.peer, self._max_request_bytes)
-            held = self._max_request_bytes
-            try:
-                message, payload = await stream.receive(max_tensor_bytes=self._max_request_bytes)
-                await self._room.release(stream.peer, held - len(payload))
-                held = len(payload)
-                match message:
-                    case GraphRun(request=number):
-                        held = 0
-                        answering = self._answer(stream, message, payload, turns, answers)
-                        task = tasks.start(answering, name="graph")
-                        if task is not None:
-                            answers[number] = task
-                    case GraphCancel():
-                        if message.request in answers:
-                            answers.pop(message.request).cancel()
-                        turns.release()
-                    case GraphValues():
-                        holding = self._hold_values(stream.peer, message, payload)
-                        held = 0
-                        tasks.start(holding, name="graph-values")
-                        turns.release()
-                    case Ping():
-                        await stream.send(Pong(nonce=message.nonce, epoch=0, step=-1, busy=False))
-                        turns.release()
-                    case Close():
-                        await stream.send(Closed())
-                        return
-                    case _:
-                        raise ProtocolError("unexpected", "a stream of pieces has graph_run")
-            finally:
-                await self._room.release(stream.peer, held)
-            await self._swarm.message_budget.wait_until_paid(stream, message)
+            message, payload = await self._receive(stream, answers)
+            match message:
+                case GraphRun():
+                    answering = self._answer(stream, message, payload, answers)
+                    answers.add(message.request, tasks.start(answering, name="graph"))
+                case GraphCancel():
+                    answers.cancel(message.request)
+                case GraphValues():
+                    holding = self._hold_values(stream.peer, message, payload)
+                    tasks.start(holding, name="graph-values")
+                case Ping():
+                    await stream.send(Pong(nonce=message.nonce, epoch=0, step=-1, busy=False))
+                case Close():
+                    await stream.send(Closed())
+                    return
+                case _:
+                    raise ProtocolError("unexpected", "a stream of pieces has graph_run")
             # A task that were cancelled before it began would not release what it holds.
             await asyncio.sleep(0)
+            await self._swarm.message_budget.wait_until_paid(stream, message)
+
+    async def _receive(self, stream: Stream, answers: _Answers) -> tuple[AnyMessage, bytearray]:
+        """The next message, with room for its values. A request also has its turn."""
+        admitted: list[tuple[RequestRoom, int]] = []
+
+        async def admit(message: AnyMessage, nbytes: int) -> None:
+            if not isinstance(message, GraphRun | GraphValues):
+                if nbytes:
+                    raise ProtocolError("unexpected", "a stream of pieces has graph_run")
+                return
+            room = self._room if isinstance(message, GraphRun) else self._values_room
+            async with _told_alive(stream):
+                if isinstance(message, GraphRun):
+                    await answers.turns.acquire()
+                await room.acquire(stream.peer, nbytes)
+            admitted.append((room, nbytes))
+
+        try:
+            return await stream.receive(max_tensor_bytes=self._max_request_bytes, admit=admit)
+        except BaseException:
+            for room, nbytes in admitted:
+                room.release(stream.peer, nbytes)
+            raise
 
     async def _hold_values(self, peer: PeerId, message: GraphValues, payload: bytearray) -> None:
         try:
-            values = decode_values(message.values, payload)
-            await self._awaited.hold(message.key, peer, values)
+            await self._awaited.hold(peer, message, payload)
         except ProtocolError as error:
             self._refusals.record(peer=peer, code=error.code, reason=str(error))
         finally:
-            await self._room.release(peer, len(payload))
+            self._values_room.release(peer, len(payload))
 
     async def _answer(
-        self,
-        stream: Stream,
-        message: GraphRun,
-        payload: bytearray,
-        turns: asyncio.Semaphore,
-        answers: dict[int, asyncio.Task[None]],
+        self, stream: Stream, message: GraphRun, payload: bytearray, answers: _Answers
     ) -> None:
         self._running += 1
         self._is_idle.clear()
@@ -257,7 +310,7 @@ class GraphServer:
             try:
                 made = await self._compute(stream.peer, message, payload)
                 del payload
-                await self._room.release(stream.peer, held)
+                self._room.release(stream.peer, held)
                 held = 0
                 wanted = min(sum(each.nbytes for each in made.values()), self._room.peer_bytes)
                 await self._room.acquire(stream.peer, wanted)
@@ -270,13 +323,14 @@ class GraphServer:
             except NesaError as error:
                 answer, content = self._refuse(stream.peer, message, error), bytearray()
             # From here on it is not cancelled: half a message would end the stream.
-            answers.pop(message.request, None)
+            answers.remove(message.request)
             await stream.send(answer, content)
         except StreamClosedError:
             log.debug("stream_ended", peer=stream.peer)
         finally:
-            turns.release()
-            await self._room.release(stream.peer, held)
+            answers.remove(message.request)
+            answers.turns.release()
+            self._room.release(stream.peer, held)
             self._running -= 1
             if not self._running:
                 self._is_idle.set()
@@ -293,7 +347,7 @@ class GraphServer:
         span = Span(*message.blocks)
         async with AsyncExitStack() as stack:
             if exchange is not None and exchange.sources:
-                claim = self._awaited.claim(exchange.key, exchange.sources)
+                claim = self._awaited.claim(exchange.sources)
                 values |= await stack.enter_async_context(claim)
             made = await self._executor.run(partial(self._pieces.run, span, message.sizes, values))
         self.computed += 1
@@ -307,13 +361,12 @@ class GraphServer:
         wanted = {index for target in exchange.targets for index in target.values}
         if unknown := sorted(wanted.union(exchange.returned) - made.keys()):
             raise ProtocolError("bad_tensor", f"these pieces do not give values {unknown}")
-        send = self._neighbours.send
-        await asyncio.gather(
-            *(
-                send(target.node, exchange.key, {index: made[index] for index in target.values})
-                for target in exchange.targets
-            )
-        )
+        if len({target.node.peer for target in exchange.targets}) < len(exchange.targets):
+            raise ProtocolError("unexpected", "a request names a target twice")
+        for target in exchange.targets:
+            # One after another: what is sent is a copy.
+            values = {index: made[index] for index in target.values}
+            await self._neighbours.send(target, values)
         return {index: made[index] for index in exchange.returned}
 
     def _refuse(self, peer: PeerId, message: GraphRun, error: NesaError) -> GraphFailed:

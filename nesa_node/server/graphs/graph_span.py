@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -25,7 +26,6 @@ from nesa_node.engine.model.devices import (
 from nesa_node.engine.weights.files import show_progress
 from nesa_node.server.graphs.graph_model import GraphModel
 from nesa_node.server.graphs.graph_server import GraphServer
-from nesa_node.server.graphs.request_room import RequestRoom
 from nesa_node.server.graphs.served_pieces import ServedPieces
 from nesa_node.server.node.announcer import Announcer, Capacity
 from nesa_node.server.node.served_span import ServedSpan
@@ -106,7 +106,7 @@ async def open_graph_span(
         with track_wait("weights to be loaded", blocks=(span,)):
             memory_bytes = gib_to_bytes(config.weight_memory_gib)
             pieces = await executor.run(partial(_load, served, span, memory_bytes))
-        stack.callback(pieces.close)
+        stack.push_async_callback(asyncio.to_thread, pieces.close)
         with track_wait("the speed to be measured", blocks=(span,)):
             throughput = await executor.run(partial(_measure, pieces))
         server = GraphServer(
@@ -114,7 +114,7 @@ async def open_graph_span(
             served.model_id,
             pieces,
             executor,
-            RequestRoom(pieces.max_bytes),
+            pieces.max_bytes,
             idle_timeout_s=config.idle_timeout_s,
             allow=frozenset(config.allow_peers),
             deny=frozenset(config.deny_peers),
@@ -141,7 +141,8 @@ def _load(served: GraphModel, span: Span, memory_bytes: int | None) -> ServedPie
             resident_mib=weights.resident_bytes >> 20,
             all_mib=network.count_weight_bytes(operations) >> 20,
         )
-    room = int(free_memory_bytes(device) * REQUEST_SHARE) // 2
+    free = free_memory_bytes(device) - weights.unread_bytes
+    room = int(free * REQUEST_SHARE) // 2
     if room < MIN_ROOM_BYTES:
         raise InsufficientMemoryError(
             f"pieces {span} leave {room >> 20} MiB for requests, and {MIN_ROOM_BYTES >> 20} MiB "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 
 from nesa_node.core.ids import PeerId
 
@@ -19,7 +19,7 @@ class RequestRoom:
         self.peer_bytes = total_bytes // PEER_SHARE
         self._total_bytes = total_bytes
         self._held: Counter[PeerId] = Counter()
-        self._changed = asyncio.Condition()
+        self._waiting: deque[tuple[PeerId, int, asyncio.Future[None]]] = deque()
 
     @property
     def held_bytes(self) -> int:
@@ -28,16 +28,36 @@ class RequestRoom:
     async def acquire(self, peer: PeerId, nbytes: int) -> None:
         """Wait for room. `nbytes` must be at most a peer's share."""
         assert nbytes <= self.peer_bytes
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._has_room(peer, nbytes))
-            self._held[peer] += nbytes
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = peer, nbytes, granted
+        self._waiting.append(waiting)
+        self._grant()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            else:
+                self.release(peer, nbytes)
+            raise
 
-    async def release(self, peer: PeerId, nbytes: int) -> None:
-        async with self._changed:
-            self._held[peer] -= nbytes
-            if not self._held[peer]:
-                del self._held[peer]
-            self._changed.notify_all()
+    def release(self, peer: PeerId, nbytes: int) -> None:
+        self._held[peer] -= nbytes
+        if not self._held[peer]:
+            del self._held[peer]
+        self._grant()
+
+    def _grant(self) -> None:
+        blocked: set[PeerId] = set()
+        for waiting in list(self._waiting):
+            peer, nbytes, granted = waiting
+            if peer in blocked or not self._has_room(peer, nbytes):
+                blocked.add(peer)
+            else:
+                self._held[peer] += nbytes
+                self._waiting.remove(waiting)
+                if not granted.done():
+                    granted.set_result(None)
 
     def _has_room(self, peer: PeerId, nbytes: int) -> bool:
         return (

@@ -84,6 +84,9 @@ class ServedPieces:
             return found
         except NesaError:
             raise
+        except OSError as error:
+            log.warning("weights_not_read", span=str(span), reason=str(error))
+            raise ProtocolError("not_computed", f"weights of pieces {span} are not read") from None
         except Exception as error:  # torch and sympy raise what they like
             log.info("request_not_computed", span=str(span), reason=str(error))
             reason = str(error).strip().partition("\n")[0][:300]

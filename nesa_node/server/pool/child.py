@@ -168,6 +168,7 @@ def child_settings(
     return settings | {
         "first_blocks": assigned.blocks,
         "num_blocks": None,
+        "weight_memory_gib": None,
         "block_indices": None,
         "quant_type": assigned.quant_type,
         "torch_dtype": assigned.dtype,

@@ -101,6 +101,8 @@ class SourceNode(msgspec.Struct, frozen=True, array_like=True):
     """A node that sends values of a request to the one that is asked."""
 
     peer: PeerName
+    key: RequestKey
+    """Secret name of what these two nodes exchange."""
     values: Indices
 
 
@@ -108,14 +110,13 @@ class TargetNode(msgspec.Struct, frozen=True, array_like=True):
     """A node to which the one that is asked sends values of a request."""
 
     node: Downstream
+    key: RequestKey
     values: Indices
 
 
 class Exchange(msgspec.Struct, frozen=True):
     """Which values of a request nodes send to each other, and which one node to the client."""
 
-    key: RequestKey
-    """Secret name of the request among its nodes."""
     sources: Annotated[tuple[SourceNode, ...], Meta(max_length=MAX_NODES)]
     targets: Annotated[tuple[TargetNode, ...], Meta(max_length=MAX_NODES)]
     returned: Indices

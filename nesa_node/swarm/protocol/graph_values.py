@@ -49,7 +49,10 @@ def decode_values(values: tuple[ValueMeta, ...], payload: bytearray) -> dict[int
 def _decode(meta: ValueMeta, payload: bytearray, start: int) -> Tensor:
     dtype = _DTYPES[meta.dtype]
     if not meta.nbytes:
-        return torch.empty(meta.shape, dtype=dtype)
+        try:
+            return torch.empty(meta.shape, dtype=dtype)
+        except RuntimeError:  # beside a 0, numbers whose product no tensor may have
+            raise ProtocolError("bad_tensor", f"no tensor is {list(meta.shape)}") from None
     count = meta.nbytes // dtype.itemsize
     if dtype is torch.bool:
         # Other bytes than 0 and 1 are no truth values.

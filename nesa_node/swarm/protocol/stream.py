@@ -16,7 +16,7 @@ import asyncio
 import math
 import struct
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -33,6 +33,7 @@ from nesa_node.swarm.protocol.any_message import (
     payload_nbytes,
     tensor_of,
 )
+from nesa_node.swarm.protocol.graph_messages import GraphRun, GraphValues
 from nesa_node.swarm.protocol.messages import Link, Message, Received, Reorder, Rollback, Sync
 
 MAX_HEADER_BYTES = 64 * 1024
@@ -47,6 +48,9 @@ which halves the transfer cost of a small step."""
 
 _PREFIX = struct.Struct("<II")
 _BROKEN_STREAM_ERRORS = (ConnectionError, BrokenPipeError, asyncio.IncompleteReadError, OSError)
+
+
+Admission = Callable[[AnyMessage, int], Awaitable[None]]
 
 
 class Stream:
@@ -118,9 +122,12 @@ class Stream:
         except _BROKEN_STREAM_ERRORS:
             raise StreamClosedError(f"{self.peer} closed the stream") from None
 
-    async def receive(self, *, max_tensor_bytes: int = 0) -> tuple[AnyMessage, bytearray]:
+    async def receive(
+        self, *, max_tensor_bytes: int = 0, admit: Admission | None = None
+    ) -> tuple[AnyMessage, bytearray]:
         """Wait for the next message and all bytes of its tensor, in a buffer that the caller owns.
 
+        `admit` gets the message and the bytes of its tensor, which are read once it returns.
         Raises `StreamClosedError` at the end of the stream, and `FrameError` or
         `ProtocolError("bad_tensor")`, after which the stream cannot be read any more.
         """
@@ -128,13 +135,15 @@ class Stream:
             await self._reader.wait_readable()
             # The pipe had stopped receiving, so that the arrival cannot be timed.
             self._was_paused = self._reader.unread_bytes >= MAX_UNREAD_BYTES
-            return await self._receive_message(max_tensor_bytes)
+            return await self._receive_message(max_tensor_bytes, admit)
         except TimeoutError:
             raise FrameError(f"a message stopped midway for {FRAME_TIMEOUT_S:.0f} s") from None
         except _BROKEN_STREAM_ERRORS:
             raise StreamClosedError(f"{self.peer} closed the stream") from None
 
-    async def _receive_message(self, max_tensor_bytes: int) -> tuple[AnyMessage, bytearray]:
+    async def _receive_message(
+        self, max_tensor_bytes: int, admit: Admission | None
+    ) -> tuple[AnyMessage, bytearray]:
         header_bytes, chunk_bytes = _PREFIX.unpack(await self._read(_PREFIX.size))
         if not 0 < header_bytes <= MAX_HEADER_BYTES:
             raise FrameError(f"a header of {header_bytes} bytes; 1 to {MAX_HEADER_BYTES} allowed")
@@ -143,6 +152,8 @@ class Stream:
         message = decode_message(await self._read(header_bytes))
         total = payload_nbytes(message, max_bytes=max_tensor_bytes)
         _check_fits(chunk_bytes, total)
+        if admit is not None:
+            await admit(message, total)
         self.arrival = None
         if chunk_bytes == total:
             if total < MIN_SAMPLE_BYTES:
@@ -230,6 +241,8 @@ _MESSAGE_PRICE_S = 1 / 1000
 _TOKEN_PRICE_S = 1 / 10_000
 """Price of a message sent for each token: at 50 tokens/s in each of 64 sessions a client sends
 3,200 steps a second and as many `Received`; a hop sends as many outputs."""
+_VALUE_PRICE_S = 1 / 100_000
+"""Price of each tensor of a graph: what is kept of one and decoding it take some microseconds."""
 _CHANGE_PRICE_S = 1 / 400
 """Price of a change of up to `_ROWS_PER_CHANGE_PRICE` rows' caches, which takes up to a millisecond
 in sessions of many pages. More rows take proportionally longer: 14 ms for 256 after 120 steps."""
@@ -266,6 +279,8 @@ class MessageBudget:
         now = self._clock()
         price_s = _MESSAGE_PRICE_S
         tensor = tensor_of(message)
+        if isinstance(message, GraphRun | GraphValues):
+            price_s += len(message.values) * _VALUE_PRICE_S
         if isinstance(message, Link | Reorder | Rollback | Sync):
             rows = message.sources if isinstance(message, Reorder) else message.lengths
             price_s = _CHANGE_PRICE_S * max(math.ceil(len(rows) / _ROWS_PER_CHANGE_PRICE), 1)

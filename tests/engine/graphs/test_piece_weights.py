@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,54 @@ def test_weights_are_read_while_others_are_used(
     streamed._reading[1].result()
     assert events.count("run") >= 2
     assert events.count("read") == events.count("run") + 1
+
+
+def test_read_that_failed_is_made_again_and_what_failed_keeps_no_weights(
+    network: Network, plan: GraphPlan, streamed: StreamedWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = Span(0, PIECES)
+    piece, given = streamed.find_piece(span), inputs(network, plan, span, 0)
+    expected = piece.run(given, network.example_sizes)
+    read, failures = StreamedWeights._read, 3
+
+    def fail(self: StreamedWeights, segment: Any) -> Any:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise OSError("no such file")
+        return read(self, segment)
+
+    monkeypatch.setattr(StreamedWeights, "_read", fail)
+    for _ in range(6):
+        with suppress(OSError):
+            piece.run(given, network.example_sizes)
+    assert failures < 0
+    run = GraphPiece.run
+
+    def fail_streamed(self: GraphPiece, *args: Any) -> Any:
+        if any(segment.resident is self for each in segments for segment in each):
+            return run(self, *args)
+        raise RuntimeError("no such token")
+
+    segments = streamed._segments.values()
+    with monkeypatch.context() as patch:
+        patch.setattr(GraphPiece, "run", fail_streamed)
+        with pytest.raises(RuntimeError, match="no such token"):
+            piece.run(given, network.example_sizes)
+    assert held_bytes(streamed) <= streamed.held_bytes
+    loaded = [
+        segment
+        for each in segments
+        for segment in each
+        if segment.resident is None
+        and any(
+            not getattr(segment.program.module, attribute).is_meta
+            for attribute in segment.program.weights
+        )
+    ]
+    assert not loaded
+    for one, other in zip(expected, piece.run(given, network.example_sizes), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_memory_for_less_than_two_operations(network: Network, plan: GraphPlan) -> None:

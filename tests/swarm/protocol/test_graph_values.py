@@ -77,3 +77,9 @@ def test_damaged_messages_are_refused_or_bounded() -> None:
     fields["values"] = [[0, "float32", [1]]] * 513
     with pytest.raises(ProtocolError):
         decode_message(msgspec.msgpack.encode(fields))
+
+
+def test_empty_tensors_of_impossible_sizes_are_refused() -> None:
+    huge = ValueMeta(1, "float32", (0, (1 << 31) - 1, (1 << 31) - 1, (1 << 31) - 1))
+    with pytest.raises(ProtocolError, match="no tensor is"):
+        decode_values((huge,), bytearray())
