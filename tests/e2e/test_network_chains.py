@@ -21,6 +21,7 @@ from nesa_node.server.graphs.piece_neighbours import PieceNeighbours
 from tests.e2e.test_networks import PIECES, inputs, save
 from tests.swarms import in_process_swarm
 
+pytestmark = pytest.mark.timeout(300)  # each node captures the network
 SPANS = split_evenly(PIECES, 3)
 
 

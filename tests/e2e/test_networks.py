@@ -22,6 +22,7 @@ from nesa_node.server.graphs.graph_server import GraphServer
 from tests.engine.graphs.test_model_graph import MODELS
 from tests.swarms import in_process_swarm
 
+pytestmark = pytest.mark.timeout(300)  # each node captures the network
 PIECES = 5
 
 

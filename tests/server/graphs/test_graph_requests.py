@@ -28,6 +28,7 @@ from nesa_node.swarm.protocol.stream import Stream
 from tests.e2e.test_networks import inputs, save
 from tests.swarms import in_process_swarm
 
+pytestmark = pytest.mark.timeout(300)  # each node captures the network
 PIECES = 4
 
 

@@ -19,6 +19,7 @@ from tests.e2e.test_networks import inputs, save
 from tests.engine.tiny_models import save_tiny_model
 from tests.swarms import in_process_swarm
 
+pytestmark = pytest.mark.timeout(300)  # each node captures the network
 PIECES = 4
 
 
