@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.slow_parts import UNKNOWN_S, measured, recorded, slow_files, split
 
-PARTS = 6
+PARTS = 10
 LONGEST_S = 20 * 60
 
 
