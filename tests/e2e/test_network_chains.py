@@ -18,6 +18,7 @@ from nesa_node.core.settings.choices import RouteName
 from nesa_node.server.graphs import graph_server
 from nesa_node.server.graphs.graph_server import GraphServer
 from nesa_node.server.graphs.piece_neighbours import PieceNeighbours
+from nesa_node.swarm.protocol.graph_messages import MAX_RUNNING
 from tests.e2e.test_networks import PIECES, inputs, save
 from tests.swarms import in_process_swarm
 
@@ -129,10 +130,11 @@ def test_nodes_of_an_older_version_get_requests_in_a_star(
     assert network.neighbours == before
 
 
-def test_a_cancelled_request_leaves_nothing_on_nodes(
-    network: Network, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [1, MAX_RUNNING])
+def test_cancelled_requests_leave_nothing_on_nodes(
+    network: Network, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """The last node waits for values that never come."""
+    """The last node waits for values that never come, with as many requests as it reads."""
     deliver = PieceNeighbours.send
     lost = []
 
@@ -146,10 +148,12 @@ def test_a_cancelled_request_leaves_nothing_on_nodes(
         given["attention_mask"] = torch.ones_like(given["input_ids"])
 
         async def run_and_cancel() -> None:
-            running = asyncio.ensure_future(connection.run(given))
-            await wait_for(lambda: bool(lost and len(network.servers[-1]._awaited)))
-            running.cancel()
-            await asyncio.wait({running})
+            running = [asyncio.ensure_future(connection.run(given)) for _ in range(count)]
+            last = network.servers[-1]
+            await wait_for(lambda: bool(lost) and last._running == count)
+            for each in running:
+                each.cancel()
+            await asyncio.wait(running)
             await wait_for(lambda: network.is_idle)
 
         remote._loop.run(run_and_cancel())
