@@ -38,9 +38,9 @@ class ClipScorer:
     """By how near CLIP finds pictures to texts and to each other."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = HF.CLIPModel.from_pretrained(folder).eval()
-        self._tokenizer = HF.CLIPTokenizer.from_pretrained(folder)
-        self._processor = HF.CLIPImageProcessorPil.from_pretrained(folder)
+        self._model = HF.CLIPModel.from_pretrained(folder, trust_remote_code=False).eval()
+        self._tokenizer = HF.CLIPTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self._processor = HF.CLIPImageProcessorPil.from_pretrained(folder, trust_remote_code=False)
 
     @torch.no_grad()
     def score(self, pictures: Mapping[str, Sequence[Any]]) -> dict[str, float]:

@@ -92,7 +92,7 @@ def measure(title: str, width: int, options: Options) -> dict[str, Any]:
 
 
 def paint(
-    pipeline: Callable[..., Any], categories: Sequence[str], options: Options
+    make: Callable[..., Any], categories: Sequence[str], options: Options
 ) -> tuple[float, dict[str, list[Any]]]:
     """Seconds per picture, and pictures by category."""
     found: dict[str, list[Any]] = {category: [] for category in categories}
@@ -100,9 +100,7 @@ def paint(
     for category in categories:
         for number, prompt in enumerate(PROMPTS[category]):
             generator = torch.Generator().manual_seed(options.seed + number)
-            made = pipeline(
-                prompt, num_inference_steps=options.new_tokens, generator=generator
-            ).images
+            made = make(prompt, num_inference_steps=options.new_tokens, generator=generator).images
             found[category] += made
             times.append(time.perf_counter())
     return median(after - before for before, after in pairwise(times)), found
