@@ -149,10 +149,9 @@ def find_interface(graph: OperationGraph, operations: Sequence[int]) -> SpanInte
 def measure_work(graph: OperationGraph, operations: Sequence[int]) -> PieceWork:
     """What a piece of these operations takes."""
     interface = find_interface(graph, operations)
-    parameters = {each for one in operations for each in graph.operations[one].parameters}
     return PieceWork(
         flop=sum(graph.operations[each].flop for each in operations),
-        weight_bytes=sum(graph.parameter_bytes[each] for each in parameters),
+        weight_bytes=graph.count_parameter_bytes(operations),
         received_bytes=sum(graph.values[each].size_bytes for each in interface.received),
         sent_bytes=sum(graph.values[each].size_bytes for each in interface.sent),
     )

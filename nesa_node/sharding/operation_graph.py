@@ -10,7 +10,7 @@ N operations, V values, Q parameters, K machines.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,6 +95,11 @@ class OperationGraph:
             raise ValueError("sizes and work must be finite and not negative")
         object.__setattr__(self, "inputs", tuple(map(tuple, inputs)))
         object.__setattr__(self, "outputs", tuple(map(tuple, outputs)))
+
+    def count_parameter_bytes(self, operations: Iterable[int]) -> float:
+        """Bytes of the parameters that these operations use, each once."""
+        used = {each for one in operations for each in self.operations[one].parameters}
+        return sum(self.parameter_bytes[each] for each in used)
 
     def __len__(self) -> int:
         return len(self.operations)
@@ -198,8 +203,7 @@ def block_cost(graph: OperationGraph, operations: Sequence[int], machine: Machin
             first = 0 if value.producer is None else place.get(value.producer, 0)
             alive[first] += value.size_bytes
             alive[max(inside, default=first) + 1] -= value.size_bytes
-    parameters = {each for one in operations for each in graph.operations[one].parameters}
-    parameter_bytes = sum(graph.parameter_bytes[each] for each in parameters)
+    parameter_bytes = graph.count_parameter_bytes(operations)
     peak_bytes = float(np.cumsum(alive).max(initial=0.0))
     beyond = max(0.0, parameter_bytes + peak_bytes - machine.fast_memory_bytes)
     return BlockCost(

@@ -228,9 +228,7 @@ class Network:
 
     def count_weight_bytes(self, operations: Iterable[int]) -> int:
         """Bytes of the weights that these operations use."""
-        graph = self.captured.graph
-        used = {each for one in operations for each in graph.operations[one].parameters}
-        return int(sum(graph.parameter_bytes[each] for each in used))
+        return int(self.captured.graph.count_parameter_bytes(operations))
 
     def count_peak_bytes(self, operations: Sequence[int], sizes: Sizes) -> int:
         """Most bytes that the values of these operations take at once, run in this order."""

@@ -287,7 +287,7 @@ class GraphServer:
 
         try:
             return await stream.receive(max_tensor_bytes=self._max_request_bytes, admit=admit)
-        except BaseException:
+        except BaseException:  # a call that is cancelled gives its room back, too
             for room, nbytes in admitted:
                 room.release(stream.peer, nbytes)
             raise
