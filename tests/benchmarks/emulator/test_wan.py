@@ -32,9 +32,9 @@ def test_round_trip_takes_what_was_asked(round_trip_ms: float) -> None:
     with open_wan(["a", "b"]) as net:
         net.set_link("a", "b", Link(latency_ms=round_trip_ms / 2))
         times = round_trips_ms(net, "a", "b", count=20)
-    assert round_trip_ms <= min(times) < round_trip_ms + 1
-    # More than that is the two ends of the test, who wait for a busy machine's processors.
-    assert percentile(times, 25) < round_trip_ms + 2
+    # What is more is sleeps that end late, and ends that wait for a busy machine's processors.
+    assert round_trip_ms <= min(times) < round_trip_ms + 2
+    assert percentile(times, 25) < round_trip_ms + 3
 
 
 @needs_wan
