@@ -14,7 +14,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -56,6 +56,25 @@ class CapturedModel:
     program: torch.export.ExportedProgram
     digest: bytes
     """SHA-256 of the operations, their arguments and the shapes of all tensors."""
+    states: Mapping[int, int] = field(default_factory=dict)
+    """For each input that stays where it is used, the value that is this input of the next request
+    of a sequence."""
+
+
+def keep_states(captured: CapturedModel, states: Mapping[str, str]) -> CapturedModel:
+    """The same graph, of which some inputs and outputs stay on the machine that uses them.
+
+    `states` are names of the program's nodes. No machine gets these inputs, and these outputs are
+    sent where operations of another machine use them alone.
+    """
+    places = {name: index for index, name in enumerate(captured.values)}
+    kept = {places[given]: places[made] for given, made in states.items()}
+    values = list(captured.graph.values)
+    for given, made in kept.items():
+        values[given] = replace(values[given], size_bytes=0.0)
+        values[made] = replace(values[made], is_output=False)
+    graph = replace(captured.graph, values=tuple(values))
+    return replace(captured, graph=graph, states=kept)
 
 
 def capture(

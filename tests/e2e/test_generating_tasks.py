@@ -13,9 +13,11 @@ import pytest
 import torch
 import transformers
 
-from nesa_node import SwarmPipeline
+from nesa_node import RemoteNetwork, SwarmPipeline
+from nesa_node.client.graphs.remote_generation import make_generator
 from nesa_node.core.errors import ConfigError, UnsupportedModelError
 from nesa_node.core.ids import Span
+from nesa_node.server.graphs.served_pieces import ServedPieces
 from tests.e2e.test_tasks import (
     BERT,
     SIZE,
@@ -132,6 +134,44 @@ def test_texts_are_those_of_the_whole_model(
                     remote("nodes", tgt_lang="xx")
             with pytest.raises(ConfigError, match="leave out use_cache=True"):
                 remote("nodes", use_cache=True, max_new_tokens=4)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("routing", ["chain", "star"])
+def test_nodes_compute_each_token_once(
+    routing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[1]
+    computed: list[tuple[int, int]] = []
+    run = ServedPieces.run
+
+    def note(self: ServedPieces, span: Span, sizes: Any, *args: Any) -> Any:
+        ids = self.network._inputs["decoder_input_ids"]
+        assert ids is not None
+        tokens = self.network.find_shape(ids, sizes).shape[1]
+        if len(args) > 1 and args[1] is not None:  # a sequence
+            computed.append((self.network.find_position(sizes), tokens))
+        return run(self, span, sizes, *args)
+
+    monkeypatch.setattr(ServedPieces, "run", note)
+    options = {**case.options, "max_new_tokens": 20}
+    with serving(case, tmp_path) as (folder, addresses):
+        expected = generate_alone(case, folder, TEXTS, **options)
+        with RemoteNetwork.from_pretrained(
+            folder, initial_peers=addresses, routing=routing
+        ) as network:
+            tokenizer = HF.AutoTokenizer.from_pretrained(folder)
+            given = tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False)
+            for _ in range(2):
+                computed.clear()
+                generator: Any = make_generator(network)
+                made = generator.generate(**given, **options)
+                assert tokenizer.batch_decode(made, skip_special_tokens=True) == expected
+                steps = made.shape[1] - 1
+                assert {each for each in computed if each[0]} == {
+                    (position, 1) for position in range(1, steps)
+                }
+                assert {each for each in computed if not each[0]} == {(0, 1)}
 
 
 def test_captions_are_those_of_the_whole_model(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from nesa_node import RemoteNetwork, SwarmPipeline
 from nesa_node.cli.services.local_swarm import LocalNode
+from nesa_node.client.graphs.remote_generation import make_generator
 from nesa_node.core.ids import Span
 from tests.e2e.test_networks import inputs, save
 from tests.engine.tiny_pipelines import save_pipeline
@@ -68,6 +69,42 @@ def test_requests_go_on_where_a_node_ends(ending: str, tmp_path: Path) -> None:
             for each in sending:
                 each.result()
         assert min(counts) > 10
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("routing", ["chain", "star"])
+@torch.no_grad()
+def test_texts_go_on_where_a_node_ends(routing: Any, tmp_path: Path) -> None:
+    """Nodes that keep a decoder's keys and values die between two tokens."""
+    model: Any = save("T5ForConditionalGeneration", tmp_path / "model")
+    options: dict[str, Any] = {"max_new_tokens": 24, "num_beams": 3, "decoder_start_token_id": 0}
+    ids = torch.randint(5, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    expected = model.generate(ids, **options)
+    with ExitStack() as stack:
+        swarm = stack.enter_context(daemons(tmp_path / "model", tmp_path, "--pieces", str(PIECES)))
+        halves = [Span(0, 2), Span(2, PIECES)]
+        nodes = swarm.start_all([*halves, *halves])
+        network = stack.enter_context(
+            RemoteNetwork.from_pretrained(
+                tmp_path / "model",
+                initial_peers=nodes[3].addresses,
+                routing=routing,
+                recovery_timeout_s=30,
+            )
+        )
+        killed: list[LocalNode] = []
+
+        def kill(tokens_BT: torch.Tensor, _: Any) -> torch.Tensor:
+            if tokens_BT.shape[1] in (8, 16):
+                node = nodes[len(killed)]
+                swarm.kill(node)
+                killed.append(node)
+            return torch.zeros(len(tokens_BT), dtype=torch.bool)
+
+        generator: Any = make_generator(network)
+        made = generator.generate(ids, **options, stopping_criteria=[kill])
+        assert len(killed) == 2
+    assert made.tolist() == expected.tolist()
 
 
 @pytest.mark.slow

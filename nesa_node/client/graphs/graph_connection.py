@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nesa_node.client.graphs.chain_run import run_chain
 from nesa_node.client.graphs.chain_steps import find_steps
+from nesa_node.client.graphs.decoder_sequence import DecoderSequence, SequenceLostError
 from nesa_node.client.graphs.graph_link import GraphLink, open_graph_link
 from nesa_node.client.routing.node_selection import NodeSelector
 from nesa_node.client.routing.planner import ChainPlanner
@@ -49,6 +50,7 @@ from nesa_node.swarm.protocol.graph_messages import (
     MAX_NODES,
     MAX_RUNNING,
     Exchange,
+    GraphSequence,
 )
 
 log = get_logger(__name__)
@@ -66,17 +68,6 @@ TEMPORARY_CODES = frozenset({"draining", "wrong_blocks"})
 
 
 @dataclass(slots=True)
-class KeptValues:
-    """What requests that differ in their `changing` inputs alone compute once.
-
-    The pieces of an encoder so run for the first token, and the decoder's for each.
-    """
-
-    changing: frozenset[str]
-    values: dict[int, Tensor] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class _Progress:
     """A request on its way."""
 
@@ -85,6 +76,9 @@ class _Progress:
     """What is computed so far and still needed."""
     pieces: list[int]
     """Those that are still to run, in order."""
+    sequence: GraphSequence | None
+    is_step: bool
+    """Whether nodes keep what the request goes on from."""
     num_not_computed: int = 0
     deadline: float = field(default_factory=time.monotonic)
 
@@ -133,7 +127,7 @@ class GraphConnection:
         self._links: dict[PeerId, asyncio.Future[GraphLink]] = {}
         self._link_locks: dict[PeerId, asyncio.Lock] = {}
         self._tasks = TaskSet()
-        self._interfaces: dict[Span, SpanInterface] = {}
+        self._interfaces: dict[tuple[Span, bool], SpanInterface] = {}
         self._place = {
             operation: piece
             for piece, operations in enumerate(plan.pieces)
@@ -154,34 +148,44 @@ class GraphConnection:
     async def run(
         self,
         inputs: Mapping[str, Tensor],
-        kept: KeptValues | None = None,
+        sequence: DecoderSequence | None = None,
         part: str | None = None,
     ) -> dict[int, Tensor]:
         """The network's output values for these inputs; of a pipeline, those of one part.
 
-        With `kept`, of an earlier request with the same inputs but for the changing ones, only the
-        pieces run that depend on those; what the remaining ones give is kept there.
+        Of a `sequence` the tokens from its position on. Its first request gives it what does not
+        depend on tokens; those after it run only the pieces that do, and give only such outputs.
 
         Raises `UnsupportedFeatureError` for inputs that the network was not captured for,
-        `MissingBlocksError` where pieces have no node, `BusyError`, and `RemoteError` for what no
-        node computes.
+        `MissingBlocksError` where pieces have no node, `BusyError`, `RemoteError` for what no node
+        computes, and `SequenceLostError` for a sequence that has to begin again.
         """
-        values, sizes = self.network.bind(inputs, part)
+        position = 0 if sequence is None else sequence.position
+        values, sizes = self.network.bind(inputs, part, position)
         outputs = self.network.outputs(part)
         fixed: frozenset[int] = frozenset()
-        if kept is not None:
-            fixed = self.network.find_fixed_values(kept.changing)
-            values |= kept.values
-        progress = _Progress(sizes, values, self._find_pieces(values, outputs))
+        if sequence is not None:
+            fixed = self.network.fixed_values
+            values |= sequence.values
+        if position:
+            values = {index: values[index] for index in values.keys() - fixed}
+            outputs = tuple(index for index in outputs if index not in fixed)
+        progress = _Progress(
+            sizes,
+            values,
+            self._find_pieces(values, outputs, is_step=position > 0),
+            sequence.message if sequence is not None and self.network.states else None,
+            is_step=position > 0,
+        )
         self._extend(progress)
-        if kept is None or kept.values:
+        if sequence is None or sequence.values or position:
             found = await self._try_chain(progress, outputs)
             if found is not None:
                 return found
         while progress.pieces:
             made = await self._advance(progress)
-            if kept is not None:
-                kept.values |= {index: made[index] for index in made.keys() & fixed}
+            if sequence is not None:
+                sequence.values |= {index: made[index] for index in made.keys() & fixed}
         return {index: progress.values[index] for index in outputs}
 
     async def _try_chain(
@@ -195,25 +199,31 @@ class GraphConnection:
         except MissingBlocksError:
             return None  # a star waits for the missing nodes
         unknown = [index for index in outputs if index not in progress.values]
-        steps = find_steps(hops, progress.pieces, self._find_interface, progress.values, unknown)
+        find_interface = partial(self._find_interface, is_step=progress.is_step)
+        steps = find_steps(hops, progress.pieces, find_interface, progress.values, unknown)
         if not steps or len(steps) > MAX_NODES:
             return None
         async with self._chain_turns:
             try:
-                ask = partial(self._ask, sizes=progress.sizes)
+                ask = partial(self._ask, sizes=progress.sizes, sequence=progress.sequence)
                 made = await run_chain(steps, self._find_link, ask, progress.values)
             except (PeerUnreachableError, ProtocolError) as error:
+                _check_sequence(progress, error)
                 self._num_chains_failed += 1
                 pause_s = STAR_AFTER_FAILURE_S * 2 ** min(self._num_chains_failed - 1, 6)
                 self._star_until = time.monotonic() + pause_s
                 log.info("chain_failed", reason=str(error), star_for_s=pause_s)
+                if progress.is_step:
+                    raise SequenceLostError(str(error)) from error  # some nodes went on, some not
                 self._extend(progress)
                 return None
         self._num_chains_failed = 0
         progress.values |= made
         return {index: progress.values[index] for index in outputs}
 
-    def _find_pieces(self, known: Mapping[int, Tensor], outputs: Iterable[int]) -> list[int]:
+    def _find_pieces(
+        self, known: Mapping[int, Tensor], outputs: Iterable[int], *, is_step: bool
+    ) -> list[int]:
         """The pieces that a request needs where some values are known, in order."""
         needed: set[int] = set()
         wanted = [index for index in outputs if index not in known]
@@ -223,7 +233,8 @@ class GraphConnection:
             piece = self._place[producer]
             if piece not in needed:
                 needed.add(piece)
-                received = self._find_interface(Span(piece, piece + 1)).received
+                span = Span(piece, piece + 1)
+                received = self._find_interface(span, is_step=is_step).received
                 wanted += [index for index in received if index not in known]
         return sorted(needed)
 
@@ -241,7 +252,10 @@ class GraphConnection:
             link = await self._find_link(hop.peer_id)
             made = await self._run_at(link, span, progress)
         except (PeerUnreachableError, ProtocolError) as error:
+            _check_sequence(progress, error)
             await self._note_failure(hop.peer_id, error, progress)
+            if progress.is_step:
+                raise SequenceLostError(str(error)) from error
             return {}
         self._extend(progress)
         progress.values |= made
@@ -251,9 +265,11 @@ class GraphConnection:
         return made
 
     async def _run_at(self, link: GraphLink, span: Span, progress: _Progress) -> dict[int, Tensor]:
-        interface = self._find_interface(span)
+        interface = self._find_interface(span, is_step=progress.is_step)
         given = {index: progress.values[index] for index in interface.received}
-        return await self._ask(link, span, given, interface.sent, sizes=progress.sizes)
+        return await self._ask(
+            link, span, given, interface.sent, sizes=progress.sizes, sequence=progress.sequence
+        )
 
     async def _ask(
         self,
@@ -263,12 +279,13 @@ class GraphConnection:
         wanted: Iterable[int],
         *,
         sizes: Sizes,
+        sequence: GraphSequence | None,
         exchange: Exchange | None = None,
         sent: asyncio.Event | None = None,
     ) -> dict[int, Tensor]:
         shapes = {index: self.network.find_shape(index, sizes) for index in wanted}
         most = sum(shape.nbytes + ALIGNMENT for shape in shapes.values())
-        made = await link.run(span, sizes, given, most, exchange, sent)
+        made = await link.run(span, sizes, given, most, exchange, sent, sequence)
         for index, shape in shapes.items():
             found = made.get(index)
             if found is None or (found.dtype, tuple(found.shape)) != (shape.dtype, shape.shape):
@@ -349,10 +366,13 @@ class GraphConnection:
                 ready.set_exception(error)
                 ready.exception()  # is seen, also where no request waits any more
 
-    def _find_interface(self, span: Span) -> SpanInterface:
-        if span not in self._interfaces:
-            self._interfaces[span] = self.network.find_interface(self.plan.operations(span))
-        return self._interfaces[span]
+    def _find_interface(self, span: Span, *, is_step: bool = False) -> SpanInterface:
+        key = span, is_step
+        if key not in self._interfaces:
+            network = self.network
+            find = network.find_step_interface if is_step else network.find_interface
+            self._interfaces[key] = find(self.plan.operations(span))
+        return self._interfaces[key]
 
     def _find_last_uses(self) -> list[int]:
         """For each value the last piece that uses it; beyond all for what the network returns."""
@@ -372,6 +392,12 @@ class GraphConnection:
             for index in self.network.find_interface(piece).sent
         )
         return max(int(total / count / self.network.dtype.itemsize), 1)
+
+
+def _check_sequence(progress: _Progress, error: NesaError) -> None:
+    """Raise `SequenceLostError` where a node has forgotten what a request goes on from."""
+    if progress.is_step and isinstance(error, ProtocolError) and error.code == "unknown_sequence":
+        raise SequenceLostError(str(error)) from error
 
 
 def _has_failed(opening: asyncio.Future[GraphLink]) -> bool:

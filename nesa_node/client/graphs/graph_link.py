@@ -35,7 +35,7 @@ from nesa_node.swarm.protocol.graph_messages import (
     GraphOpened,
     GraphOutput,
     GraphRun,
-    ValueMeta,
+    GraphSequence,
 )
 from nesa_node.swarm.protocol.graph_values import decode_values, encode_values
 from nesa_node.swarm.protocol.messages import VERSION, Busy, ErrorMessage, Leaving, Ping, Pong
@@ -86,6 +86,7 @@ class GraphLink:
         output_bytes: int,
         exchange: Exchange | None = None,
         sent: asyncio.Event | None = None,
+        sequence: GraphSequence | None = None,
     ) -> dict[int, Tensor]:
         """Have the node compute `span`. Its answer has at most `output_bytes`.
 
@@ -104,37 +105,37 @@ class GraphLink:
                 f"{self._max_bytes >> 20} MiB: send a smaller batch or image",
             )
         async with self._turns:
-            return await self._run(span, sizes, metas, payload, output_bytes, exchange, sent)
+            message = GraphRun(
+                request=next(self._numbers),
+                blocks=(span.start, span.end),
+                sizes=sizes,
+                values=metas,
+                exchange=exchange,
+                sequence=sequence,
+            )
+            return await self._run(message, payload, output_bytes, sent)
 
     async def _run(
         self,
-        span: Span,
-        sizes: Sizes,
-        metas: tuple[ValueMeta, ...],
+        message: GraphRun,
         payload: bytearray,
         output_bytes: int,
-        exchange: Exchange | None,
         sent: asyncio.Event | None,
     ) -> dict[int, Tensor]:
         self._require_usable()
-        number = next(self._numbers)
+        number = message.request
         answer: asyncio.Future[dict[int, Tensor]] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._heard_at = time.monotonic()
         self._waiting[number] = answer
         self._max_output_bytes = max(self._max_output_bytes, min(output_bytes, MAX_OUTPUT_BYTES))
-        message = GraphRun(
-            request=number,
-            blocks=(span.start, span.end),
-            sizes=sizes,
-            values=metas,
-            exchange=exchange,
-        )
         try:
             await self._send(message, payload)
             if sent is not None:
                 sent.set()
-            async with peer_timeout(self.peer, MAX_ANSWER_S, f"pieces {span} were computed"):
+            async with peer_timeout(
+                self.peer, MAX_ANSWER_S, f"pieces {Span(*message.blocks)} were computed"
+            ):
                 return await answer
         except StreamClosedError as error:
             raise PeerUnreachableError(str(error)) from None

@@ -1,11 +1,13 @@
 """Generation of tokens by encoder-decoders whose forward pass runs in a swarm.
 
-transformers' `generate` chooses the tokens. Nodes keep nothing between tokens: the encoder's pieces
-run once, and the decoder's for each token over all tokens so far.
+transformers' `generate` chooses the tokens. The encoder's pieces run once, and the decoder's for
+each token, of which nodes keep keys and values.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +15,18 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from nesa_node.client.graphs.graph_connection import KeptValues
+from nesa_node.client.graphs.decoder_sequence import DecoderSequence, SequenceLostError
 from nesa_node.client.graphs.remote_network import RemoteNetwork
 from nesa_node.core.errors import ConfigError, UnsupportedModelError
+from nesa_node.core.logging import get_logger
 
-CHANGING = frozenset({"decoder_input_ids"})
+log = get_logger(__name__)
 
 
 class _EncoderInput(BaseModelOutput):
     """What stands for the encoder's output: its input, so that `generate` repeats it for beams."""
 
-    kept: KeptValues
+    sequence: DecoderSequence
 
 
 class _Encoder(nn.Module):
@@ -36,7 +39,7 @@ class _Encoder(nn.Module):
     def forward(self, **kwargs: Any) -> _EncoderInput:
         given = kwargs[self._main]
         made = _EncoderInput(last_hidden_state=given[..., None] if given.ndim == 2 else given)
-        made.kept = KeptValues(CHANGING)
+        made.sequence = DecoderSequence()
         return made
 
 
@@ -67,17 +70,47 @@ def make_generator(network: RemoteNetwork) -> PreTrainedModel:
         **inputs: Any,
     ) -> Any:
         if past_key_values is not None:
-            raise ConfigError("nodes keep nothing between tokens: leave out use_cache=True")
+            raise ConfigError("nodes keep what they computed themselves: leave out use_cache=True")
         if decoder_attention_mask is not None and not bool(torch.all(decoder_attention_mask)):
             raise ConfigError("padding in decoder_input_ids is not supported in a swarm")
-        kept = None
-        if isinstance(encoder_outputs, _EncoderInput):
-            given: Any = encoder_outputs.last_hidden_state
-            inputs[main] = given[..., 0] if given.ndim == 3 and main == "input_ids" else given
-            kept = encoder_outputs.kept
-        return network.run({**inputs, "decoder_input_ids": decoder_input_ids}, kept)
+        if not isinstance(encoder_outputs, _EncoderInput) or decoder_input_ids is None:
+            return network.run({**inputs, "decoder_input_ids": decoder_input_ids})
+        given: Any = encoder_outputs.last_hidden_state
+        inputs[main] = given[..., 0] if given.ndim == 3 and main == "input_ids" else given
+        return _run_decoder(network, inputs, decoder_input_ids, encoder_outputs.sequence)
 
     stand_in: Any = model
     stand_in.forward = forward
     stand_in.get_encoder = lambda *_, **__: encoder
     return model
+
+
+def _run_decoder(
+    network: RemoteNetwork, inputs: dict[str, Any], tokens_BT: Tensor, sequence: DecoderSequence
+) -> Any:
+    """The output for those of `tokens_BT` that nodes have not computed yet."""
+    sources_B = _name_sources(inputs.values(), len(tokens_BT))
+    sequence.go_on(tokens_BT, sources_B)
+    while True:
+        new_BT = tokens_BT[:, sequence.position :]
+        try:
+            output = network.run({**inputs, "decoder_input_ids": new_BT}, sequence)
+        except SequenceLostError as error:
+            log.info("sequence_lost", position=sequence.position, reason=str(error))
+            sequence.restart()
+            continue
+        sequence.record(tokens_BT, sources_B)
+        return output
+
+
+def _name_sources(inputs: Iterable[Any], count: int) -> Sequence[Hashable]:
+    """A name for each row of a batch, the same where all inputs have the same values."""
+    by_row = [each for each in inputs if isinstance(each, Tensor) and len(each) == count]
+
+    def name(row: int) -> bytes:
+        made = hashlib.sha256()
+        for each in by_row:
+            made.update(each[row].flatten().view(torch.uint8).numpy().tobytes())
+        return made.digest()
+
+    return list(map(name, range(count)))

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nesa_node.client.graphs.graph_connection import (
-    GraphConnection,
-    KeptValues,
-    open_graph_connection,
-)
+from nesa_node.client.graphs.decoder_sequence import DecoderSequence
+from nesa_node.client.graphs.graph_connection import GraphConnection, open_graph_connection
 from nesa_node.client.model.loop_thread import HeldContext, LoopThread
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.core.errors import ConfigError, ContextLengthError
@@ -113,8 +110,8 @@ class RemoteNetwork:
         values = self._loop.run(connection.run(inputs, part=part))
         return connection.network.make_output(values)[part]
 
-    def run(self, inputs: Mapping[str, Any], kept: KeptValues | None = None) -> Any:
-        """The same, with what earlier requests of these inputs kept (`GraphConnection.run`)."""
+    def run(self, inputs: Mapping[str, Any], sequence: DecoderSequence | None = None) -> Any:
+        """The same, for the next tokens of a sequence (`GraphConnection.run`)."""
         connection = self.connection
         network = connection.network
         given = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -127,7 +124,7 @@ class RemoteNetwork:
         for name in network.input_names:
             if name not in given:
                 given[name] = _default_input(name, given)
-        values = self._loop.run(connection.run(given, kept))
+        values = self._loop.run(connection.run(given, sequence))
         return network.make_output(values)
 
 

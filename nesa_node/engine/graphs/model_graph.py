@@ -17,9 +17,12 @@ from transformers import initialization as init
 from nesa_node.core.errors import (
     ConfigError,
     CorruptCheckpointError,
+    UnsupportedFeatureError,
     UnsupportedModelError,
     is_installed,
 )
+from nesa_node.core.logging import get_logger
+from nesa_node.engine.graphs.decoder_cache import capture_with_cache, has_cache
 from nesa_node.engine.graphs.text_to_image import PipelineNetworks
 from nesa_node.engine.weights.families import check_counts, parse_config, read_raw_config
 from nesa_node.engine.weights.pipeline_folder import (
@@ -30,6 +33,8 @@ from nesa_node.engine.weights.pipeline_folder import (
 )
 from nesa_node.engine.weights.skeleton import initializer_lock
 from nesa_node.sharding.capture import CapturedModel, capture
+
+log = get_logger(__name__)
 
 _TIME_IDS = 6
 """Numbers of sizes and crops that SDXL's networks get."""
@@ -73,8 +78,22 @@ def capture_model(
             + (f" ({', '.join(parts)})" if parts else "")
         )
     with torch.device("meta" if without_memory else "cpu"):
-        model = make_model(folder, name=name, dtype=dtype)
-        return capture(model, (), example_inputs(model, sizes))
+        return capture_network(make_model(folder, name=name, dtype=dtype), sizes)
+
+
+def capture_network(model: nn.Module, sizes: RequestSizes) -> CapturedModel:
+    """The graph of one forward pass, of a decoder's from any earlier token on.
+
+    Raises as `example_inputs` and `capture` do.
+    """
+    inputs = example_inputs(model, sizes)
+    if has_cache(model):
+        assert isinstance(model, PreTrainedModel)
+        try:
+            return capture_with_cache(model, inputs)
+        except UnsupportedFeatureError as error:
+            log.info("captured_without_cache", reason=str(error))
+    return capture(model, (), inputs)
 
 
 def make_model(folder: Path, *, name: str, dtype: torch.dtype) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,14 +16,15 @@ from torch.utils import _pytree as pytree
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.errors import UnsupportedFeatureError, is_installed
 from nesa_node.core.ids import ModelId
-from nesa_node.engine.graphs.model_graph import RequestSizes, example_inputs, make_model
+from nesa_node.engine.graphs.decoder_cache import DECODER_INPUT, PAST, PREFIX
+from nesa_node.engine.graphs.model_graph import RequestSizes, capture_network, make_model
 from nesa_node.engine.graphs.piece import PieceProgram, build_piece
 from nesa_node.engine.graphs.text_to_image import TYPICAL_STEPS, PipelineNetworks
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.files import Progress
 from nesa_node.engine.weights.pipeline_folder import DENOISERS
 from nesa_node.engine.weights.skeleton import ModelTensors
-from nesa_node.sharding.capture import CapturedModel, capture
+from nesa_node.sharding.capture import CapturedModel
 from nesa_node.sharding.dependence import find_fixed_values
 from nesa_node.sharding.graph_plan import (
     GraphPlan,
@@ -61,18 +62,27 @@ class Network:
         self.dtype = dtype
         self.sizes = sizes
         self.model: nn.Module = make_model(checkpoint.folder, name=checkpoint.name, dtype=dtype)
-        self._fixed_values: dict[frozenset[str], frozenset[int]] = {}
-        self.captured: CapturedModel = capture(self.model, (), example_inputs(self.model, sizes))
+        self.captured: CapturedModel = capture_network(self.model, sizes)
 
     @property
     def input_names(self) -> tuple[str, ...]:
         """Arguments of the model that are tensors."""
-        return tuple(self._inputs)
+        return tuple(name for name in self._inputs if name not in self._state_names)
 
     @cached_property
     def _inputs(self) -> dict[str, int | None]:
         """For each argument that is a tensor, the value that it is; None if nothing uses it."""
         return {name: self._places.get(node) for name, node in self._input_nodes.items()}
+
+    @cached_property
+    def _state_names(self) -> frozenset[str]:
+        """Arguments that nodes keep between requests of a sequence."""
+        return frozenset(name for name in self._inputs if name.startswith(f"{PAST}."))
+
+    @property
+    def states(self) -> Mapping[int, int]:
+        """For each value that nodes keep, the one that takes its place in the next request."""
+        return self.captured.states
 
     @cached_property
     def _example_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -93,7 +103,11 @@ class Network:
         program = self.captured.program
         given = program.graph_signature.user_inputs
         _, kwargs = pytree.tree_unflatten(list(given), program.call_spec.in_spec)
-        paths, _ = pytree.tree_flatten_with_path(kwargs["parts"] if self.parts else kwargs)
+        if self.parts:
+            kwargs = kwargs["parts"]
+        elif self.states:
+            kwargs = {**kwargs["inputs"], PAST: kwargs[PAST]}
+        paths, _ = pytree.tree_flatten_with_path(kwargs)
         return {
             ".".join(key.key for key in path): node  # type: ignore[attr-defined]  # all are dicts
             for path, node in paths
@@ -111,33 +125,52 @@ class Network:
         return tuple(name for name, _ in self.model.named_children()) if is_several else ()
 
     def bind(
-        self, inputs: Mapping[str, Tensor], part: str | None = None
+        self, inputs: Mapping[str, Tensor], part: str | None = None, position: int = 0
     ) -> tuple[dict[int, Tensor], Sizes]:
         """The values that a request's inputs are, and its sizes.
 
-        Of a pipeline the inputs of one `part`, whose names begin with it and a dot. Raises
-        `UnsupportedFeatureError` for other inputs than the graph has, or of other shapes.
+        Of a pipeline the inputs of one `part`, whose names begin with it and a dot. Of a decoder
+        the tokens from `position` on. Raises `UnsupportedFeatureError` for other inputs than the
+        graph has, or of other shapes.
         """
         expected_names = [
-            name for name in self._inputs if part is None or name.startswith(f"{part}.")
+            name
+            for name in self._inputs
+            if name not in self._state_names and (part is None or name.startswith(f"{part}."))
         ]
         if inputs.keys() != set(expected_names):
             raise UnsupportedFeatureError(
                 f"{type(self.model).__name__} was captured with {', '.join(expected_names)}, and "
                 f"is given {', '.join(inputs)}"
             )
-        # Sizes of other parts are as good as any.
-        shapes = [
-            inputs[name].shape if name in inputs else self._example_shapes[name]
-            for name in self._inputs
-        ]
-        sizes = self.captured.sizes.bind(shapes)
+        sizes = self._bind({name: tuple(each.shape) for name, each in inputs.items()}, position)
         values = {}
         for name, index in self._inputs.items():
             if index is not None and name in inputs:
                 expected = self.find_shape(index, sizes).dtype
                 values[index] = inputs[name].to(expected)
         return values, sizes
+
+    def _bind(self, given: Mapping[str, tuple[int, ...]], position: int) -> Sizes:
+        # Sizes of other parts are as good as any.
+        shapes = {**self._example_shapes, **given}
+        for name in self._state_names:
+            _, heads, _, width = shapes[name]
+            shapes[name] = shapes[DECODER_INPUT][0], heads, position, width
+        return self.captured.sizes.bind(list(shapes.values()))
+
+    def find_position(self, sizes: Sizes) -> int:
+        """How many tokens of a sequence were computed by earlier requests."""
+        return self.find_shape(next(iter(self.states)), sizes).shape[2] if self.states else 0
+
+    @cached_property
+    def position_sizes(self) -> frozenset[int]:
+        """Which of a request's sizes are numbers of earlier tokens, which may be none."""
+        lengths = {
+            as_expression(self._metas[self.captured.values[each]].shape[2]) for each in self.states
+        }
+        symbols = self.captured.sizes.symbols
+        return frozenset(index for index, symbol in enumerate(symbols) if symbol in lengths)
 
     def find_shape(self, value: int, sizes: Sizes) -> TensorShape:
         """Dtype and shape of one of the graph's values."""
@@ -146,21 +179,38 @@ class Network:
         shape = open_sizes.evaluate_all(tuple(map(as_expression, meta.shape)), sizes)
         return TensorShape(meta.dtype, shape)
 
-    @property
+    @cached_property
     def example_sizes(self) -> Sizes:
         """Sizes of the requests that the network was captured for."""
-        return self.captured.example_sizes
+        return self._bind({}, 0)
 
     def find_interface(self, operations: Sequence[int]) -> SpanInterface:
-        """The values that a piece gets and gives."""
-        return find_interface(self.captured.graph, operations)
+        """The values that a piece gets and gives, where nothing is computed yet."""
+        found = find_interface(self.captured.graph, operations)
+        received = tuple(index for index in found.received if index not in self.states)
+        return SpanInterface(received, found.sent)
 
-    def find_fixed_values(self, changing: frozenset[str]) -> frozenset[int]:
-        """The values that stay the same where only the inputs called `changing` are replaced."""
-        if changing not in self._fixed_values:
-            placeholders = [self._input_nodes[name] for name in changing]
-            self._fixed_values[changing] = find_fixed_values(self.captured, placeholders)
-        return self._fixed_values[changing]
+    def find_step_interface(self, operations: Sequence[int]) -> SpanInterface:
+        """Those for further tokens of a sequence, of which nodes keep what does not change."""
+        found = self.find_interface(self.split(operations)[1])
+        received = tuple(index for index in found.received if index not in self.fixed_values)
+        return SpanInterface(received, found.sent)
+
+    def split(self, operations: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The operations that are the same for all tokens of a sequence, and the other ones.
+
+        The latter use what the former make, and never the other way round.
+        """
+        outputs = self.captured.graph.outputs
+        fixed = tuple(each for each in operations if self.fixed_values.issuperset(outputs[each]))
+        changing = set(operations).difference(fixed)
+        return fixed, tuple(each for each in operations if each in changing)
+
+    @cached_property
+    def fixed_values(self) -> frozenset[int]:
+        """The values that are the same for all tokens that a decoder generates."""
+        changing = [self._input_nodes[name] for name in (DECODER_INPUT, *self._state_names)]
+        return find_fixed_values(self.captured, changing)
 
     def make_output(self, values: Mapping[int, Tensor]) -> Any:
         """What the model returns, of the graph's output values.
@@ -174,7 +224,8 @@ class Network:
             place = self._places.get(spec.arg.name) if hasattr(spec.arg, "name") else None
             if place is not None:
                 leaves[index] = values.get(place)
-        return pytree.tree_unflatten(leaves, program.call_spec.out_spec)
+        made = pytree.tree_unflatten(leaves, program.call_spec.out_spec)
+        return made["output"] if self.states else made
 
     def outputs(self, part: str | None = None) -> tuple[int, ...]:
         """The values that the model returns, or one part of a pipeline."""
@@ -224,7 +275,11 @@ class Network:
 
     def build_piece(self, operations: Sequence[int], device: torch.device) -> PieceProgram:
         """The code of a piece, without weights. Raises `UnsupportedFeatureError`."""
-        return build_piece(self.captured, operations, device)
+        program = build_piece(self.captured, operations, device)
+        if not self.states:
+            return program
+        names = {each: name.removeprefix(PREFIX) for each, name in program.weights.items()}
+        return replace(program, weights=names)
 
     def count_weight_bytes(self, operations: Iterable[int]) -> int:
         """Bytes of the weights that these operations use."""

@@ -23,6 +23,7 @@ class PieceProgram:
     module: fx.GraphModule
     """Takes received values, then numbers, and returns a tuple of sent values."""
     interface: SpanInterface
+    """With the states that the piece uses and makes."""
     numbers: tuple[Any, ...]
     """Expressions of symbols, whose values it takes."""
     weights: Mapping[str, str]
@@ -38,6 +39,15 @@ def build_piece(
     return _PieceBuilder(captured, operations, device).finish()
 
 
+def find_piece_interface(captured: CapturedModel, operations: Sequence[int]) -> SpanInterface:
+    interface = find_interface(captured.graph, operations)
+    own = set(operations)
+    states = {
+        made for made in captured.states.values() if captured.graph.values[made].producer in own
+    }
+    return SpanInterface(interface.received, tuple(sorted(states.union(interface.sent))))
+
+
 class _PieceBuilder:
     def __init__(
         self, captured: CapturedModel, operations: Sequence[int], device: torch.device
@@ -46,7 +56,7 @@ class _PieceBuilder:
         self._device = device
         self._named: dict[str, Node] = {node.name: node for node in captured.program.graph.nodes}
         self._own = [self._named[name] for each in operations for name in captured.nodes[each]]
-        self._interface = find_interface(captured.graph, operations)
+        self._interface = find_piece_interface(captured, operations)
         self._graph = fx.Graph()
         self._made: dict[Node, Node] = {}
         self._numbers: list[Any] = []

@@ -17,7 +17,7 @@ from torch import Tensor
 from nesa_node.core.errors import InsufficientMemoryError
 from nesa_node.core.ids import Span
 from nesa_node.engine.graphs.network import Network
-from nesa_node.engine.graphs.piece import GraphPiece
+from nesa_node.engine.graphs.piece import GraphPiece, find_piece_interface
 from nesa_node.engine.weights.skeleton import ModelTensors
 from nesa_node.sharding.graph_plan import GraphPlan, SpanInterface
 from nesa_node.sharding.open_sizes import Sizes
@@ -36,8 +36,10 @@ class PieceWeights(Protocol):
     unread_bytes: int
     """Those of `held_bytes` that are not in memory yet."""
 
-    def find_piece(self, span: Span) -> RunnablePiece:
-        """The pieces of a span within the node's, ready to run."""
+    def find_piece(self, operations: Sequence[int]) -> RunnablePiece:
+        """Operations of the node's pieces as one, ready to run: all of a span, or one half of what
+        `Network.split` makes of them.
+        """
 
     def close(self) -> None: ...
 
@@ -54,18 +56,17 @@ class ResidentWeights:
     """All weights in memory."""
 
     def __init__(
-        self, network: Network, plan: GraphPlan, weights: Mapping[str, Tensor], device: torch.device
+        self, network: Network, weights: Mapping[str, Tensor], device: torch.device
     ) -> None:
         """`weights` are those of the span, by name."""
         self.held_bytes = sum(tensor.nbytes for tensor in weights.values())
         self.unread_bytes = 0
         self._network = network
-        self._plan = plan
         self._weights = weights
         self._device = device
 
-    def find_piece(self, span: Span) -> GraphPiece:
-        program = self._network.build_piece(self._plan.operations(span), self._device)
+    def find_piece(self, operations: Sequence[int]) -> GraphPiece:
+        program = self._network.build_piece(operations, self._device)
         return GraphPiece(self._network.captured, program, self._weights, self._device)
 
     def close(self) -> None:
@@ -103,16 +104,15 @@ class StreamedWeights:
         self._network = network
         self._device = device
         self._tensors = ModelTensors(network.checkpoint, copy.deepcopy(network.model))
-        self._segments = {
-            piece: [
-                Segment(network, operations, device)
-                for operations in split_operations(
-                    network.captured.graph, plan.pieces[piece], memory_bytes // SEGMENTS_IN_MEMORY
-                )
-            ]
-            for piece in range(span.start, span.end)
-        }
-        every = [segment for segments in self._segments.values() for segment in segments]
+        # None has operations of two pieces or of both halves of one.
+        self._segments = every = [
+            Segment(network, operations, device)
+            for piece in plan.pieces[span.start : span.end]
+            for half in (network.split(piece) if network.states else (piece,))
+            for operations in split_operations(
+                network.captured.graph, half, memory_bytes // SEGMENTS_IN_MEMORY
+            )
+        ]
         largest = max(segment.nbytes for segment in every)
         left = memory_bytes - 2 * largest
         if left < 0:
@@ -134,8 +134,9 @@ class StreamedWeights:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def find_piece(self, span: Span) -> StreamedPiece:
-        segments = [each for piece in range(span.start, span.end) for each in self._segments[piece]]
+    def find_piece(self, operations: Sequence[int]) -> StreamedPiece:
+        wanted = set(operations)
+        segments = [each for each in self._segments if wanted.issuperset(each.operations)]
         return StreamedPiece(self._network, segments, self)
 
     def take(self, segment: Segment, following: Segment) -> GraphPiece:
@@ -169,7 +170,7 @@ class StreamedPiece:
         self, network: Network, segments: Sequence[Segment], weights: StreamedWeights
     ) -> None:
         every = [operation for segment in segments for operation in segment.operations]
-        self.interface = network.find_interface(every)
+        self.interface = find_piece_interface(network.captured, every)
         self._segments = segments
         self._weights = weights
         self._streamed = [segment for segment in segments if segment.resident is None]

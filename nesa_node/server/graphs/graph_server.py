@@ -15,6 +15,7 @@ from nesa_node.core.errors import BusyError, NesaError, ProtocolError, StreamClo
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.server.graphs.awaited_values import AwaitedValues
+from nesa_node.server.graphs.kept_sequences import SequenceUse
 from nesa_node.server.graphs.piece_neighbours import PieceNeighbours
 from nesa_node.server.graphs.request_room import RequestRoom
 from nesa_node.server.graphs.served_pieces import ServedPieces
@@ -230,6 +231,7 @@ class GraphServer:
             self._streams[peer] -= 1
             if not self._streams[peer]:
                 del self._streams[peer]
+                self._pieces.forget_sequences(peer)
 
     async def _tell_leaving(self, stream: Stream) -> None:
         await self._drain_began.wait()
@@ -349,7 +351,10 @@ class GraphServer:
             if exchange is not None and exchange.sources:
                 claim = self._awaited.claim(exchange.sources)
                 values |= await stack.enter_async_context(claim)
-            made = await self._executor.run(partial(self._pieces.run, span, message.sizes, values))
+            given = message.sequence
+            use = None if given is None else SequenceUse(peer, given.key, given.rows)
+            run = partial(self._pieces.run, span, message.sizes, values, use)
+            made = await self._executor.run(run)
         self.computed += 1
         return made
 

@@ -132,7 +132,7 @@ def _load(served: GraphModel, span: Span, memory_bytes: int | None) -> ServedPie
         program = network.build_piece(operations, device)
         with show_progress() as progress:
             loaded = network.load_weights(program, device, progress)
-        weights = ResidentWeights(network, plan, loaded, device)
+        weights = ResidentWeights(network, loaded, device)
     else:
         weights = StreamedWeights(network, plan, span, device, memory_bytes)
         log.info(

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nesa_node.core.errors import NesaError, ProtocolError
-from nesa_node.core.ids import Span
+from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.lru_table import LruTable
 from nesa_node.engine.graphs.network import Network
 from nesa_node.engine.graphs.piece_weights import PieceWeights, RunnablePiece
 from nesa_node.engine.kernels.threads import clipped_mean
-from nesa_node.sharding.graph_plan import GraphPlan
+from nesa_node.server.graphs.kept_sequences import KeptSequences, SequenceUse
+from nesa_node.sharding.graph_plan import GraphPlan, SpanInterface
 from nesa_node.sharding.open_sizes import Sizes
 
 log = get_logger(__name__)
@@ -25,9 +27,26 @@ MAX_PROGRAMS = 32
 """Spans within the served one whose code is kept."""
 MAX_KNOWN_SIZES = 256
 MAX_SYMBOL_VALUE = 1 << 24
+KEPT_SHARE = 2
+"""Sequences are kept in the memory for a request divided by this."""
 MIN_TIMES = 8
 MAX_TIMES = 256
 """Of requests, from which a speed is announced."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is computed for a request."""
+
+    span: Span
+    operations: tuple[int, ...]
+    interface: SpanInterface
+    parts: Sequence[RunnablePiece]
+    """One after another; the last one has all that depends on a decoder's tokens."""
+    states: Mapping[int, int]
+    """Of `Network.states`, those that are used here."""
+    fixed: frozenset[int]
+    """The values that further tokens of a sequence need and do not change."""
 
 
 class ServedPieces:
@@ -50,8 +69,9 @@ class ServedPieces:
         self.max_bytes = max_bytes
         self._weights = weights
         self._seconds: deque[float] = deque(maxlen=MAX_TIMES)
-        self._pieces: OrderedDict[Span, RunnablePiece] = OrderedDict()
+        self._works: OrderedDict[tuple[Span, bool], _Work] = OrderedDict()
         self._peaks: LruTable[tuple[Span, Sizes], int] = LruTable(MAX_KNOWN_SIZES)
+        self._sequences = KeptSequences(max_bytes // KEPT_SHARE)
 
     @property
     def weight_bytes(self) -> int:
@@ -61,24 +81,37 @@ class ServedPieces:
         """Read no more weights. Nothing may run any more."""
         self._weights.close()
 
-    def run(self, span: Span, sizes: Sizes, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def run(
+        self,
+        span: Span,
+        sizes: Sizes,
+        values: Mapping[int, Tensor],
+        sequence: SequenceUse | None = None,
+    ) -> dict[int, Tensor]:
         """Compute what `span` sends, on the CPU, of what it receives.
 
-        Raises `ProtocolError` for pieces that are not here, other values than these pieces use, and
-        requests that are too large or cannot be computed.
+        Of a `sequence` the node keeps what further tokens need. Raises `ProtocolError` for pieces
+        that are not here, other values than these pieces use, sequences of which nothing is kept
+        (`"unknown_sequence"`), and requests that are too large or cannot be computed.
         """
         if not self.span.covers(span) or not len(span):
             raise ProtocolError("wrong_blocks", f"this node has pieces {self.span}, not {span}")
-        piece = self._find_piece(span)
         try:
-            self._check(piece, span, sizes, values)
+            self._check_sizes(sizes)
+            position = self.network.find_position(sizes)
+            work = self._find_work(span, is_step=position > 0)
+            self._check_values(work, sizes, values)
+            states = self._find_states(work, sizes, sequence, position)
+            self._check_memory(work, sizes)
             started = time.perf_counter()
-            given = [values[index].to(self.device) for index in piece.interface.received]
-            made = piece.run(given, sizes)
-            found = {
-                index: tensor.cpu()
-                for index, tensor in zip(piece.interface.sent, made, strict=True)
-            }
+            known = {index: values[index].to(self.device) for index in work.interface.received}
+            known |= states
+            for part in work.parts:
+                given = [known[index] for index in part.interface.received]
+                known |= zip(part.interface.sent, part.run(given, sizes), strict=True)
+            if sequence is not None:
+                self._sequences.keep(sequence, self._find_kept(work, known, states))
+            found = {index: known[index].cpu() for index in work.interface.sent}
             if span == self.span and sizes == self.network.example_sizes:
                 self._seconds.append(time.perf_counter() - started)
             return found
@@ -93,6 +126,10 @@ class ServedPieces:
             raise ProtocolError(
                 "not_computed", f"pieces {span} could not be computed: {reason}"
             ) from None
+
+    def forget_sequences(self, owner: PeerId) -> None:
+        """Drop what is kept for a peer. It may be called from any thread."""
+        self._sequences.forget(owner)
 
     def take_mean_s(self) -> float | None:
         """Clipped mean of what requests took since the last call; None of too few.
@@ -109,29 +146,85 @@ class ServedPieces:
         """Leave out what was computed so far, which no client asked for."""
         self._seconds.clear()
 
-    def _find_piece(self, span: Span) -> RunnablePiece:
-        if span in self._pieces:
-            self._pieces.move_to_end(span)
-            return self._pieces[span]
-        piece = self._pieces[span] = self._weights.find_piece(span)
-        if len(self._pieces) > MAX_PROGRAMS:
-            self._pieces.popitem(last=False)
-        return piece
+    def _find_work(self, span: Span, *, is_step: bool) -> _Work:
+        key = span, is_step
+        if key in self._works:
+            self._works.move_to_end(key)
+            return self._works[key]
+        operations = self.plan.operations(span)
+        network = self.network
+        if is_step:
+            operations = network.split(operations)[1]
+            interface = network.find_step_interface(operations)
+        else:
+            interface = network.find_interface(operations)
+        if not operations:
+            raise ProtocolError("wrong_blocks", f"pieces {span} compute nothing for further tokens")
+        halves = [operations] if is_step or not network.states else network.split(operations)
+        parts = [self._weights.find_piece(half) for half in halves if half]
+        states = {
+            index: made
+            for index, made in network.states.items()
+            if any(index in part.interface.received for part in parts)
+        }
+        fixed: frozenset[int] = frozenset()
+        if network.states and network.split(operations)[1]:
+            fixed = network.fixed_values.intersection(parts[-1].interface.received)
+        work = self._works[key] = _Work(span, operations, interface, parts, states, fixed)
+        if len(self._works) > MAX_PROGRAMS:
+            self._works.popitem(last=False)
+        return work
 
-    def _check(
-        self, piece: RunnablePiece, span: Span, sizes: Sizes, values: Mapping[int, Tensor]
-    ) -> None:
+    def _find_states(
+        self, work: _Work, sizes: Sizes, sequence: SequenceUse | None, position: int
+    ) -> dict[int, Tensor]:
+        """What the pieces use besides the values that come."""
+        shapes = {index: self.network.find_shape(index, sizes) for index in work.states}
+        if not position:
+            return {
+                index: torch.zeros(shape.shape, dtype=shape.dtype, device=self.device)
+                for index, shape in shapes.items()
+            }
+        kept = None if sequence is None else self._sequences.find(sequence)
+        if sequence is None or kept is None:
+            raise ProtocolError("unknown_sequence", "nothing is kept of this sequence")
+        found = {index: kept[index] for index in (*shapes, *work.fixed) if index in kept}
+        if sequence.rows:
+            rows_B = torch.tensor(sequence.rows, device=self.device)
+            found |= {index: found[index][rows_B] for index in shapes if index in found}
+        for index in (*shapes, *work.fixed):
+            shape = self.network.find_shape(index, sizes).shape
+            if index not in found or tuple(found[index].shape) != shape:
+                raise ProtocolError(
+                    "unknown_sequence", f"what is kept of this sequence is not of {position} tokens"
+                )
+        return found
+
+    def _find_kept(
+        self, work: _Work, known: Mapping[int, Tensor], states: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        # A value that came is a view of all that came.
+        fixed = {
+            index: states[index] if index in states else known[index].clone()
+            for index in work.fixed
+        }
+        return fixed | {index: known[made] for index, made in work.states.items()}
+
+    def _check_sizes(self, sizes: Sizes) -> None:
         if len(sizes) != len(self.network.captured.sizes.symbols):
             raise ProtocolError("bad_tensor", f"{len(sizes)} sizes, of another graph")
-        if not all(0 < size <= MAX_SYMBOL_VALUE for size in sizes):
+        least = (0 if index in self.network.position_sizes else 1 for index in range(len(sizes)))
+        if not all(low <= size <= MAX_SYMBOL_VALUE for low, size in zip(least, sizes, strict=True)):
             raise ProtocolError("bad_tensor", f"sizes must be 1 to {MAX_SYMBOL_VALUE}")
-        if set(values) != set(piece.interface.received):
+
+    def _check_values(self, work: _Work, sizes: Sizes, values: Mapping[int, Tensor]) -> None:
+        received = work.interface.received
+        if set(values) != set(received):
             raise ProtocolError(
                 "bad_tensor",
-                f"pieces {span} use values {list(piece.interface.received)}, and "
-                f"{sorted(values)} came",
+                f"pieces {work.span} use values {list(received)}, and {sorted(values)} came",
             )
-        for index in piece.interface.received:
+        for index in received:
             expected, found = self.network.find_shape(index, sizes), values[index]
             if (found.dtype, tuple(found.shape)) != (expected.dtype, expected.shape):
                 raise ProtocolError(
@@ -139,17 +232,16 @@ class ServedPieces:
                     f"value {index} is {found.dtype} {list(found.shape)}; with these sizes it is "
                     f"{expected.dtype} {list(expected.shape)}",
                 )
-        needed = self._find_peak(span, sizes)
+
+    def _check_memory(self, work: _Work, sizes: Sizes) -> None:
+        key = work.span, sizes
+        needed = self._peaks.get(key, 0)
+        if not needed:
+            needed = self.network.count_peak_bytes(work.operations, sizes)
+            self._peaks.put(key, max(needed, 1))
         if needed > self.max_bytes:
             raise ProtocolError(
                 "too_large",
-                f"a request of these sizes takes {needed >> 20} MiB in pieces {span}; this node "
-                f"gives it {self.max_bytes >> 20} MiB: send a smaller batch or image",
+                f"a request of these sizes takes {needed >> 20} MiB in pieces {work.span}; this "
+                f"node gives it {self.max_bytes >> 20} MiB: send a smaller batch or image",
             )
-
-    def _find_peak(self, span: Span, sizes: Sizes) -> int:
-        peak = self._peaks.get((span, sizes), 0)
-        if not peak:
-            peak = self.network.count_peak_bytes(self.plan.operations(span), sizes)
-            self._peaks.put((span, sizes), max(peak, 1))
-        return peak

@@ -122,6 +122,19 @@ class Exchange(msgspec.Struct, frozen=True):
     returned: Indices
 
 
+class GraphSequence(msgspec.Struct, frozen=True):
+    """The sequence of tokens that a request of a decoder belongs to.
+
+    Its first request begins at position 0. Those after it begin where the last one ended, by their
+    sizes, and have the values that differ from token to token alone.
+    """
+
+    key: RequestKey
+    """Chosen by the client, for which alone a node keeps the sequence."""
+    rows: Annotated[tuple[Index, ...], Meta(max_length=MAX_VALUES)] = ()
+    """For each row the row of the last request that it goes on from; empty: its own."""
+
+
 class GraphRun(Message, frozen=True, kw_only=True, tag="graph_run"):
     """Client to node: compute pieces of these values, which are the payload."""
 
@@ -132,6 +145,8 @@ class GraphRun(Message, frozen=True, kw_only=True, tag="graph_run"):
     values: Values
     exchange: Exchange | None = None
     """None: the client gives all values that the pieces need, and gets all that they give."""
+    sequence: GraphSequence | None = None
+    """None: nothing is kept of the request."""
 
 
 class GraphCancel(Message, frozen=True, kw_only=True, tag="graph_cancel"):

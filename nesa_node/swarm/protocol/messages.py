@@ -10,7 +10,7 @@ from msgspec import Meta
 from nesa_node.compression.tensors import TensorMeta
 
 PROTOCOL = "/nesa/session"
-VERSION = (1, 8)
+VERSION = (1, 9)
 
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24

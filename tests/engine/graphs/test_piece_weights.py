@@ -43,7 +43,7 @@ def plan(network: Network) -> GraphPlan:
 @pytest.fixture
 def resident(network: Network, plan: GraphPlan) -> ResidentWeights:
     program = network.build_piece(plan.operations(Span(0, PIECES)), CPU)
-    return ResidentWeights(network, plan, network.load_weights(program, CPU), CPU)
+    return ResidentWeights(network, network.load_weights(program, CPU), CPU)
 
 
 @pytest.fixture
@@ -79,7 +79,8 @@ def test_outputs_are_those_of_weights_in_memory(
     for seed, (start, end) in enumerate([(0, 3), (0, 3), (1, 2), (2, 3), (0, 1), (1, 3), (0, 3)]):
         span = Span(start, end)
         given = inputs(network, plan, span, seed)
-        expected, found = resident.find_piece(span), streamed.find_piece(span)
+        operations = plan.operations(span)
+        expected, found = resident.find_piece(operations), streamed.find_piece(operations)
         assert found.interface == expected.interface
         for one, other in zip(expected.run(given, sizes), found.run(given, sizes), strict=True):
             assert torch.equal(one, other)
@@ -90,8 +91,7 @@ def held_bytes(streamed: StreamedWeights) -> int:
     read = streamed._reading[1].result() if streamed._reading is not None else {}
     loaded: list[Tensor] = [
         getattr(segment.program.module, attribute)
-        for segments in streamed._segments.values()
-        for segment in segments
+        for segment in streamed._segments
         for attribute in segment.program.weights
     ]
     return sum(each.nbytes for each in [*read.values(), *loaded] if not each.is_meta)
@@ -110,7 +110,9 @@ def test_no_more_weights_are_in_memory_than_may_be(
     monkeypatch.setattr(GraphPiece, "run", look)
     span = Span(0, PIECES)
     for seed in range(2):
-        streamed.find_piece(span).run(inputs(network, plan, span, seed), network.example_sizes)
+        streamed.find_piece(plan.operations(span)).run(
+            inputs(network, plan, span, seed), network.example_sizes
+        )
     assert streamed.resident_bytes < max(held) <= streamed.held_bytes
 
 
@@ -133,11 +135,13 @@ def test_weights_are_read_while_others_are_used(
             events.append("run")
         return run(self, *args)
 
-    residents = [s.resident for each in streamed._segments.values() for s in each if s.resident]
+    residents = [each.resident for each in streamed._segments if each.resident]
     monkeypatch.setattr(StreamedWeights, "_read", note_read)
     monkeypatch.setattr(GraphPiece, "run", note_run)
     span = Span(0, PIECES)
-    streamed.find_piece(span).run(inputs(network, plan, span, 0), network.example_sizes)
+    streamed.find_piece(plan.operations(span)).run(
+        inputs(network, plan, span, 0), network.example_sizes
+    )
     assert streamed._reading is not None
     streamed._reading[1].result()
     assert events.count("run") >= 2
@@ -148,7 +152,7 @@ def test_read_that_failed_is_made_again_and_what_failed_keeps_no_weights(
     network: Network, plan: GraphPlan, streamed: StreamedWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     span = Span(0, PIECES)
-    piece, given = streamed.find_piece(span), inputs(network, plan, span, 0)
+    piece, given = streamed.find_piece(plan.operations(span)), inputs(network, plan, span, 0)
     expected = piece.run(given, network.example_sizes)
     read, failures = StreamedWeights._read, 3
 
@@ -167,11 +171,11 @@ def test_read_that_failed_is_made_again_and_what_failed_keeps_no_weights(
     run = GraphPiece.run
 
     def fail_streamed(self: GraphPiece, *args: Any) -> Any:
-        if any(segment.resident is self for each in segments for segment in each):
+        if any(segment.resident is self for segment in segments):
             return run(self, *args)
         raise RuntimeError("no such token")
 
-    segments = streamed._segments.values()
+    segments = streamed._segments
     with monkeypatch.context() as patch:
         patch.setattr(GraphPiece, "run", fail_streamed)
         with pytest.raises(RuntimeError, match="no such token"):
@@ -179,8 +183,7 @@ def test_read_that_failed_is_made_again_and_what_failed_keeps_no_weights(
     assert held_bytes(streamed) <= streamed.held_bytes
     loaded = [
         segment
-        for each in segments
-        for segment in each
+        for segment in segments
         if segment.resident is None
         and any(
             not getattr(segment.program.module, attribute).is_meta

@@ -31,7 +31,7 @@ def pieces(tmp_path: Path) -> ServedPieces:
     plan = network.make_plan(3)
     span = Span(0, 2)
     program = network.build_piece(plan.operations(span), CPU)
-    weights = ResidentWeights(network, plan, network.load_weights(program, CPU), CPU)
+    weights = ResidentWeights(network, network.load_weights(program, CPU), CPU)
     return ServedPieces(network, plan, span, weights, CPU, 1 << 30)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ def test_answers_are_those_of_the_whole_model(
     made: list[StreamedWeights] = []
     find = StreamedWeights.find_piece
 
-    def note(self: StreamedWeights, span: Span) -> Any:
+    def note(self: StreamedWeights, operations: Sequence[int]) -> Any:
         made.append(self)
-        return find(self, span)
+        return find(self, operations)
 
     monkeypatch.setattr(StreamedWeights, "find_piece", note)
     options = {"pieces": PIECES, "image_size": 32, "weight_memory_gib": 0.6 * total / 2**30}

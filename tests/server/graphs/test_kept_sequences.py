@@ -1,0 +1,258 @@
+"""Further tokens of a decoder from what a node kept: the same values, of less work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from nesa_node.core.errors import ProtocolError
+from nesa_node.core.ids import PeerId, Span
+from nesa_node.engine.graphs.model_graph import RequestSizes
+from nesa_node.engine.graphs.network import Network
+from nesa_node.engine.graphs.piece_weights import PieceWeights, ResidentWeights, StreamedWeights
+from nesa_node.engine.weights.checkpoint import open_folder
+from nesa_node.engine.weights.families import read_network_config
+from nesa_node.server.graphs.kept_sequences import KeptSequences, SequenceUse
+from nesa_node.server.graphs.served_pieces import ServedPieces
+
+HF: Any = transformers
+CPU = torch.device("cpu")
+PIECES = 3
+CLIENT, STRANGER = PeerId("client"), PeerId("stranger")
+KEY = b"k" * 16
+SEQ: dict[str, Any] = {
+    "vocab_size": 50,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "init_std": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "decoder_start_token_id": 2,
+}
+T5 = HF.T5Config(
+    vocab_size=50, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, initializer_factor=1.0
+)
+CONFIGS = {
+    "T5ForConditionalGeneration": T5,
+    "BartForConditionalGeneration": HF.BartConfig(**SEQ, max_position_embeddings=64),
+    "WhisperForConditionalGeneration": HF.WhisperConfig(
+        **SEQ, num_mel_bins=8, max_source_positions=50, max_target_positions=64
+    ),
+    "VisionEncoderDecoderModel": HF.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        HF.ViTConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            image_size=32,
+            patch_size=8,
+        ),
+        HF.GPT2Config(
+            vocab_size=50, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=2
+        ),
+    ),
+}
+
+
+class Decoder:
+    """A network in pieces, asked as clients ask, and the whole model."""
+
+    def __init__(self, name: str, folder: Path, *, is_streamed: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model: Any = getattr(HF, name)(CONFIGS[name]).eval()
+        self.model.save_pretrained(folder)
+        network = Network(
+            open_folder(folder, read_network_config), torch.float32, RequestSizes(tokens=8)
+        )
+        self.network = network
+        self.plan = network.make_plan(PIECES)
+        every = Span(0, PIECES)
+        operations = self.plan.operations(every)
+        weights: PieceWeights
+        if is_streamed:
+            total = network.count_weight_bytes(operations)
+            weights = StreamedWeights(network, self.plan, every, CPU, int(total * 0.6))
+        else:
+            program = network.build_piece(operations, CPU)
+            weights = ResidentWeights(network, network.load_weights(program, CPU), CPU)
+        self.pieces = ServedPieces(network, self.plan, every, weights, CPU, 1 << 30)
+
+    def encoder_inputs(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        config = self.model.config
+        match self.model.main_input_name:
+            case "pixel_values":
+                given = torch.randn(4, 3, 32, 32)
+            case "input_features":
+                given = torch.randn(4, config.num_mel_bins, 2 * config.max_source_positions)
+            case _:
+                given = torch.randint(5, 50, (4, 7))
+        made = {self.model.main_input_name: given[list(rows)]}
+        if "attention_mask" in self.network.input_names:
+            shape = (4, given.shape[-1])
+            mask = torch.ones(shape, dtype=torch.long)
+            mask[1, 5:] = 0
+            made["attention_mask"] = mask[list(rows)]
+        return made
+
+    def compute(
+        self,
+        rows: Sequence[int],
+        tokens_BT: Tensor,
+        position: int,
+        use: SequenceUse | None,
+        spans: Sequence[Span] = (Span(0, 1), Span(1, 2), Span(2, 3)),
+    ) -> Tensor:
+        """Logits [B, T - position, V] of the tokens from `position` on."""
+        given = {**self.encoder_inputs(rows), "decoder_input_ids": tokens_BT[:, position:]}
+        values, sizes = self.network.bind(given, position=position)
+        for span in spans:
+            operations = self.plan.operations(span)
+            if position:
+                if not self.network.split(operations)[1]:
+                    continue  # only of the encoder
+                received = self.network.find_step_interface(operations).received
+            else:
+                received = self.network.find_interface(operations).received
+            sent = {index: values[index] for index in received}
+            values |= self.pieces.run(span, sizes, sent, use)
+        logits: Tensor = self.network.make_output(values).logits
+        return logits
+
+
+@pytest.fixture(params=list(CONFIGS))
+def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
+    return Decoder(request.param, tmp_path)
+
+
+@pytest.fixture
+def bart(tmp_path: Path) -> Decoder:
+    return Decoder("BartForConditionalGeneration", tmp_path)
+
+
+@torch.no_grad()
+def check_steps(decoder: Decoder) -> None:
+    torch.manual_seed(2)
+    tokens_BT = torch.randint(5, 50, (2, 9))
+    whole: Any = decoder.model(**decoder.encoder_inputs([0, 1]), decoder_input_ids=tokens_BT)
+    found = [
+        decoder.compute([0, 1], tokens_BT[:, :end], start, SequenceUse(CLIENT, KEY))
+        for start, end in ((0, 4), (4, 5), (5, 6), (6, 9))
+    ]
+    assert [each.shape[1] for each in found] == [4, 1, 1, 3]
+    assert torch.allclose(torch.cat(found, 1), whole.logits, atol=1e-5)
+    # Rows that go on from one another, as beams do.
+    use = SequenceUse(CLIENT, b"m" * 16)
+    decoder.compute([1, 1], tokens_BT, 0, use)
+    other_BT = torch.cat([tokens_BT[[1, 1]], torch.randint(5, 50, (2, 2))], 1)
+    moved = SequenceUse(CLIENT, b"m" * 16, (1, 1))
+    expected = decoder.model(**decoder.encoder_inputs([1, 1]), decoder_input_ids=other_BT)
+    again = decoder.compute([1, 1], other_BT, 9, moved)
+    assert torch.allclose(again, expected.logits[:, 9:], atol=1e-5)
+
+
+def test_further_tokens_are_those_of_the_whole_model(decoder: Decoder) -> None:
+    check_steps(decoder)
+
+
+def test_further_tokens_of_weights_that_are_read_for_each(tmp_path: Path) -> None:
+    check_steps(Decoder("T5ForConditionalGeneration", tmp_path, is_streamed=True))
+
+
+@torch.no_grad()
+def test_without_a_sequence_all_tokens_are_computed(bart: Decoder) -> None:
+    tokens_BT = torch.randint(5, 50, (2, 5))
+    expected = bart.model(**bart.encoder_inputs([0, 1]), decoder_input_ids=tokens_BT).logits
+    found = bart.compute([0, 1], tokens_BT, 0, None)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert bart.pieces._sequences.held_bytes == 0
+    with pytest.raises(ProtocolError) as refused:
+        bart.compute([0, 1], tokens_BT, 4, None)
+    assert refused.value.code == "unknown_sequence"
+
+
+def test_a_step_computes_nothing_of_the_encoder(decoder: Decoder) -> None:
+    network = decoder.network
+    graph = network.captured.graph
+    fixed, changing = network.split(range(len(graph)))
+    assert sorted(fixed + changing) == list(range(len(graph)))
+    program = network.build_piece(changing, CPU)
+    names = set(program.weights.values())
+    assert not [each for each in names if "encoder." in each and "decoder." not in each]
+    received = {network.captured.values[index] for index in program.interface.received}
+    assert len([each for each in received if "past" in each]) == 4, "keys and values of two layers"
+
+
+@torch.no_grad()
+def test_sequences_that_a_node_does_not_know(bart: Decoder) -> None:
+    tokens_BT = torch.randint(5, 50, (1, 6))
+    bart.compute([0], tokens_BT[:, :3], 0, SequenceUse(CLIENT, KEY))
+    for use, position in (
+        (SequenceUse(CLIENT, b"o" * 16), 3),
+        (SequenceUse(STRANGER, KEY), 3),
+        (SequenceUse(CLIENT, KEY), 2),
+        (SequenceUse(CLIENT, KEY), 4),
+        (SequenceUse(CLIENT, KEY, (0, 0)), 3),
+    ):
+        with pytest.raises(ProtocolError) as refused:
+            bart.compute([0], tokens_BT, position, use)
+        assert refused.value.code == "unknown_sequence"
+    with pytest.raises(ProtocolError):
+        bart.compute([0], tokens_BT, 3, SequenceUse(CLIENT, KEY, (7,)))
+    # All of these have left it as it was.
+    expected = bart.model(**bart.encoder_inputs([0]), decoder_input_ids=tokens_BT).logits
+    found = bart.compute([0], tokens_BT, 3, SequenceUse(CLIENT, KEY))
+    assert torch.allclose(found, expected[:, 3:], atol=1e-5)
+    bart.pieces.forget_sequences(CLIENT)
+    with pytest.raises(ProtocolError, match="nothing is kept"):
+        bart.compute([0], tokens_BT, 3, SequenceUse(CLIENT, KEY))
+
+
+def test_sizes_of_nothing_are_refused(bart: Decoder) -> None:
+    values, sizes = bart.network.bind(
+        {**bart.encoder_inputs([0]), "decoder_input_ids": torch.ones(1, 3, dtype=torch.long)}
+    )
+    received = bart.network.find_interface(bart.plan.operations(Span(0, 1))).received
+    given = {index: values[index] for index in received}
+    for at in set(range(len(sizes))) - bart.network.position_sizes:
+        wrong = (*sizes[:at], 0, *sizes[at + 1 :])
+        with pytest.raises(ProtocolError, match="sizes must be"):
+            bart.pieces.run(Span(0, 1), wrong, given)
+
+
+def test_the_least_recently_used_make_room() -> None:
+    kept = KeptSequences(1000)
+
+    def use(owner: PeerId, number: int) -> SequenceUse:
+        return SequenceUse(owner, bytes([number]) * 16)
+
+    def values(nbytes: int) -> dict[int, Tensor]:
+        return {0: torch.zeros(nbytes, dtype=torch.uint8)}
+
+    for number in range(4):
+        kept.keep(use(CLIENT, number), values(200))
+    assert [kept.find(use(CLIENT, each)) is None for each in range(4)] == [True, True, False, False]
+    assert kept.held_bytes == 400, "a peer may have a half"
+    kept.keep(use(CLIENT, 2), values(150))
+    kept.keep(use(CLIENT, 4), values(160))
+    assert kept.find(use(CLIENT, 3)) is None, "used before the third"
+    kept.keep(use(CLIENT, 5), values(501))
+    assert kept.find(use(CLIENT, 5)) is None
+    for peer in "abc":
+        kept.keep(use(PeerId(peer), 0), values(400))
+    assert kept.find(use(PeerId("a"), 0)) is None
+    assert kept.held_bytes == 800
+    kept.forget(PeerId("b"))
+    assert kept.held_bytes == 400
