@@ -34,6 +34,7 @@ from nesa_node.server.session.sealing import SessionSealer
 from nesa_node.swarm.dht.sealing import FailureReport
 from nesa_node.swarm.protocol.messages import Opened, RowSlice
 from nesa_node.swarm.protocol.seal_messages import Disclosed
+from nesa_node.swarm.reputation import ReputationView
 from nesa_node.verification import comparison
 from nesa_node.verification.comparison import ComputationKind, Threshold
 from tests.audit_outcomes import audit_outcomes
@@ -427,6 +428,8 @@ def test_a_newcomer_that_always_lies_is_found_within_29_sessions(
     spans = thirds(BLOCKS)
     lie(monkeypatch, spans[1], scale)
     boast(monkeypatch)
+    # Nodes report it once it is found, and clients leave it: to each run it is new.
+    monkeypatch.setattr(ReputationView, "blames", lambda *_: {})
     prompt, sessions = random_ids(1, 8), []
     with in_process_swarm(llama, spans * 2, tmp_path) as addresses:
         liar = peer_of(tmp_path / "node-1.key")
