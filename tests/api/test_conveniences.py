@@ -148,6 +148,19 @@ async def test_the_description_names_the_last_event_of_a_stream(tokenizer: Any, 
     assert name in stream["schema"]["description"].partition("the last one is ")[2]
 
 
+async def test_the_description_names_the_file_of_speech(tokenizer: Any) -> None:
+    async with serving(tokenizer) as server:
+        spec = (await server.client.get("/openapi.json")).json()
+        page = (await server.client.get("/docs")).text
+    body = spec["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]
+    name = body["multipart/form-data"]["schema"]["$ref"].rpartition("/")[2]
+    schema = spec["components"]["schemas"][name]
+    assert schema["required"] == ["file"]
+    assert schema["properties"]["file"]["format"] == "binary"
+    assert schema["additionalProperties"] is False
+    assert "<code>file</code><td>string<td>required" in page
+
+
 class Page(HTMLParser):
     """What a page would load, and its headings."""
 

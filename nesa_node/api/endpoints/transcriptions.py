@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -35,7 +35,16 @@ CHARACTERS_PER_TOKEN = 4
 router = APIRouter()
 
 
+def _add_file(schema: dict[str, Any]) -> None:
+    """Describe the field that is no part of the parsed body."""
+    file = {"type": "string", "format": "binary", "title": "File"}
+    schema["properties"] = {"file": file, **schema["properties"]}
+    schema["required"] = ["file", *schema.get("required", ())]
+
+
 class TranscriptionRequest(RequestBody):
+    model_config = ConfigDict(json_schema_extra=_add_file)
+
     model: ModelName = None
     language: Annotated[str, Field(pattern="^[a-z]{2,3}$")] | None = None
     response_format: Literal["json", "text"] | None = None
