@@ -1,4 +1,4 @@
-"""Recomputation of a hop's work from the client's own copy of the weights, block by block.
+"""Recomputation of a hop's work from the client's own copy of the weights, a few blocks at a time.
 
 Routers of a mixture of experts may choose otherwise where two experts are nearly equal, and honest
 outputs are then far apart: tokens of which that may be so are found, and not judged.
@@ -20,7 +20,7 @@ from nesa_node.compression.tensors import DTYPES
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.adapters.peft_folder import PeftFolder
-from nesa_node.engine.model.recomputation import run_block
+from nesa_node.engine.model.recomputation import run_blocks, split_runs
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.skeleton import Skeleton
 from nesa_node.verification.comparison import PERTURBATIONS, perturb
@@ -87,9 +87,9 @@ def recompute(
     """Compute the outputs of each row in the hop's own kind of computation, with the adapter.
 
     By one prefill, or `by_token`, which rounds otherwise and takes as long as a session; from the
-    inputs as they are or, `is_perturbed`, as `perturb` changes them. One block is in memory at a
-    time. Blocks the thread. Raises what `load_blocks` and `load_adapter` raise,
-    and `NotAuditedError` for a quantization that is unknown here.
+    inputs as they are or, `is_perturbed`, as `perturb` changes them. Blocks the thread. Raises
+    what `load_blocks` and `load_adapter` raise, and `NotAuditedError` for a quantization that is
+    unknown here.
     """
     declared = work.computation
     if declared.quantization not in get_args(QuantType):
@@ -98,17 +98,17 @@ def recompute(
     vary = perturb if is_perturbed else lambda values_LD: values_LD
     hidden = [vary(row.prefix_LD.to(dtype)) for row in work.rows]
     undecided = [torch.zeros(len(row.prefix_LD) + len(row.inputs_LD)).bool() for row in work.rows]
-    span = _recomputed_span(work)
-    for block in range(span.start, span.end):
-        if block == work.span.start:
+    own, before = work.span, Span(_recomputed_span(work).start, work.span.start)
+    for span in (*split_runs(checkpoint, before, dtype), *split_runs(checkpoint, own, dtype)):
+        if span.start == own.start:
             hidden = [
                 torch.cat([prefix_LD, vary(row.inputs_LD.to(dtype))])
                 for prefix_LD, row in zip(hidden, work.rows, strict=True)
             ]
         for row, (hidden_LD, tied_L) in enumerate(
-            run_block(
+            run_blocks(
                 checkpoint,
-                block,
+                span,
                 hidden,
                 dtype=dtype,
                 quant_type=cast(QuantType, declared.quantization),
@@ -118,7 +118,7 @@ def recompute(
         ):
             hidden[row] = hidden_LD
             if tied_L is not None:
-                if block == span.end - 1:
+                if span.end == own.end:
                     undecided[row] |= tied_L
                 elif tied_L.any():
                     # In later blocks, the tokens after it attend to it.

@@ -1,4 +1,4 @@
-"""One block computed again from weights that are read anew, for checks of what nodes computed.
+"""Blocks computed again from weights that are read anew, for checks of what nodes computed.
 
 T tokens of a chunk, L tokens of a row, D hidden, E experts.
 """
@@ -20,15 +20,31 @@ from nesa_node.engine.cache.pages import PAGE_TOKENS, pages_for
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.families import get_family
 
+MAX_RUN_BYTES = 256 << 20
+"""Weights that are in memory at once, where one block has no more."""
 ROUTER_CLOSENESS = 1e-5
 """Two experts' logits are nearly equal if closer than this multiple of a token's largest one: in
 float32, and in coarser dtypes by as much more as these round."""
 
 
-def run_block(
+def split_runs(checkpoint: Checkpoint, span: Span, dtype: torch.dtype) -> Sequence[Span]:
+    """`span` in parts that `run_blocks` may have in memory at once: several small blocks, or one.
+
+    Blocks of a mixture of experts are apart, so that each one's routers are known.
+    """
+    stored = sum(tensor.numel for tensor in checkpoint.tensors.values())
+    block_bytes = stored * dtype.itemsize // checkpoint.num_blocks
+    family = get_family(checkpoint.config.model_type, name=checkpoint.name)
+    count = 1 if family.router is not None else max(MAX_RUN_BYTES // block_bytes, 1)
+    starts = range(span.start, span.end, count)
+    return [Span(start, min(start + count, span.end)) for start in starts]
+
+
+def run_blocks(
     checkpoint: Checkpoint,
-    block: int,
+    span: Span,
     rows: Sequence[Tensor],
     *,
     dtype: torch.dtype,
@@ -36,15 +52,13 @@ def run_block(
     adapter: PeftFolder | None = None,
     by_token: bool = False,
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Outputs [L, D] of a block for each row of inputs [L, D] in `dtype`, on the CPU.
+    """Outputs [L, D] of the blocks for each row of inputs [L, D] in `dtype`, on the CPU.
 
-    With each, for a mixture of experts, whether a router was undecided, [L]. By one prefill, or
-    `by_token`, which rounds otherwise and takes as long as a session. Blocks the thread. Raises
-    what `load_blocks` and `load_adapter` raise.
+    With each, for one block of a mixture of experts, whether a router was undecided, [L]. By one
+    prefill, or `by_token`, which rounds otherwise and takes as long as a session. Blocks the
+    thread. Raises what `load_blocks` and `load_adapter` raise.
     """
-    blocks = load_blocks(
-        checkpoint, Span(block, block + 1), dtype=dtype, device="cpu", quant_type=quant_type
-    )
+    blocks = load_blocks(checkpoint, span, dtype=dtype, device="cpu", quant_type=quant_type)
     served = None if adapter is None else blocks.load_adapter(adapter)
     found: list[tuple[Tensor, Tensor | None]] = []
     for hidden_LD in rows:

@@ -22,7 +22,7 @@ from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.lru_table import LruTable
 from nesa_node.core.settings.choices import QuantType
-from nesa_node.engine.model.recomputation import run_block
+from nesa_node.engine.model.recomputation import run_blocks, split_runs
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
 from nesa_node.swarm.node import Swarm
@@ -248,14 +248,15 @@ def _compute(
     """Outputs [P, D] of each row."""
     declared = work.computation
     hidden = [perturb(row.inputs_LD) if is_perturbed else row.inputs_LD for row in work.rows]
-    for block in range(work.span.start, work.span.end):
+    dtype = DTYPES[declared.dtype]
+    for span in split_runs(checkpoint, work.span, dtype):
         if stopping.is_set():
             break
-        ran = run_block(
+        ran = run_blocks(
             checkpoint,
-            block,
+            span,
             hidden,
-            dtype=DTYPES[declared.dtype],
+            dtype=dtype,
             quant_type=cast(QuantType, declared.quantization),
             by_token=by_token,
         )
