@@ -110,7 +110,11 @@ def check_plan(
         ]
         raise UnsupportedFeatureError(
             "the plan is of another graph than the one captured here"
-            + (f" ({'; '.join(different)}): use the same versions" if different else "")
+            + (
+                f" ({'; '.join(different)}): use the same versions"
+                if different
+                else ": another version of nesa-node made it, or another model"
+            )
         )
     order = [operation for piece in plan.pieces for operation in piece]
     if sorted(order) != list(range(len(graph))):

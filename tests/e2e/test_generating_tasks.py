@@ -15,8 +15,9 @@ import transformers
 
 from nesa_node import RemoteNetwork, SwarmPipeline
 from nesa_node.client.graphs.remote_generation import make_generator
-from nesa_node.core.errors import ConfigError, UnsupportedModelError
+from nesa_node.core.errors import ConfigError, UnsupportedFeatureError, UnsupportedModelError
 from nesa_node.core.ids import Span
+from nesa_node.engine.graphs import model_graph
 from nesa_node.server.graphs.served_pieces import ServedPieces
 from tests.e2e.test_tasks import (
     BERT,
@@ -29,6 +30,7 @@ from tests.e2e.test_tasks import (
     picture,
     serving,
 )
+from tests.swarms import in_process_swarm
 
 HF: Any = transformers
 SPECIAL = list(range(5))
@@ -274,3 +276,26 @@ def test_answers_are_those_of_all_spans(tmp_path: Path, capsys: pytest.CaptureFi
         )
         (answered,) = json.loads(run.stdout)
         assert answered["answer"][0]["answer"] == found["answer"]
+
+
+@torch.no_grad()
+def test_models_that_are_captured_without_a_cache(
+    tmp_path: Path, visited: list[Span], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise UnsupportedFeatureError("as ProphetNet")
+
+    monkeypatch.setattr(model_graph, "capture_with_cache", refuse)
+    torch.manual_seed(0)
+    model = HF.BartForConditionalGeneration(HF.BartConfig(**SEQ)).eval()
+    model.save_pretrained(tmp_path / "model")
+    ids = torch.randint(5, len(WORDS), (2, 7))
+    options: dict[str, Any] = {"max_new_tokens": 9, "num_beams": 2, "early_stopping": False}
+    expected = model.generate(ids, **options)
+    with (
+        in_process_swarm(tmp_path / "model", [Span(0, 3)], tmp_path, pieces=3) as addresses,
+        RemoteNetwork.from_pretrained(tmp_path / "model", initial_peers=addresses) as network,
+    ):
+        generator: Any = make_generator(network)
+        assert generator.generate(ids, **options).tolist() == expected.tolist()
+    assert len(visited) == expected.shape[1] - 1, "no request failed"

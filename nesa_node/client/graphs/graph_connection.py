@@ -174,7 +174,7 @@ class GraphConnection:
             sizes,
             values,
             self._find_pieces(values, outputs, is_step=position > 0),
-            sequence.message if sequence is not None and self.network.states else None,
+            None if sequence is None else sequence.message,
             is_step=position > 0,
         )
         self._extend(progress)

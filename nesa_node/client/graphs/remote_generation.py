@@ -6,8 +6,7 @@ each token, of which nodes keep keys and values.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from nesa_node.client.graphs.decoder_sequence import DecoderSequence, SequenceLo
 from nesa_node.client.graphs.remote_network import RemoteNetwork
 from nesa_node.core.errors import ConfigError, UnsupportedModelError
 from nesa_node.core.logging import get_logger
+from nesa_node.engine.graphs.decoder_cache import DECODER_INPUT
 
 log = get_logger(__name__)
 
@@ -74,10 +74,14 @@ def make_generator(network: RemoteNetwork) -> PreTrainedModel:
         if decoder_attention_mask is not None and not bool(torch.all(decoder_attention_mask)):
             raise ConfigError("padding in decoder_input_ids is not supported in a swarm")
         if not isinstance(encoder_outputs, _EncoderInput) or decoder_input_ids is None:
-            return network.run({**inputs, "decoder_input_ids": decoder_input_ids})
+            return network.run({**inputs, DECODER_INPUT: decoder_input_ids})
         given: Any = encoder_outputs.last_hidden_state
+        sequence = encoder_outputs.sequence
+        if network.connection.network.states:
+            others = [each for each in inputs.values() if isinstance(each, Tensor)]
+            sequence.go_on(decoder_input_ids, [given, *others])
         inputs[main] = given[..., 0] if given.ndim == 3 and main == "input_ids" else given
-        return _run_decoder(network, inputs, decoder_input_ids, encoder_outputs.sequence)
+        return _run_decoder(network, inputs, decoder_input_ids, sequence)
 
     stand_in: Any = model
     stand_in.forward = forward
@@ -86,31 +90,16 @@ def make_generator(network: RemoteNetwork) -> PreTrainedModel:
 
 
 def _run_decoder(
-    network: RemoteNetwork, inputs: dict[str, Any], tokens_BT: Tensor, sequence: DecoderSequence
+    network: RemoteNetwork, inputs: Mapping[str, Any], tokens_BT: Tensor, sequence: DecoderSequence
 ) -> Any:
     """The output for those of `tokens_BT` that nodes have not computed yet."""
-    sources_B = _name_sources(inputs.values(), len(tokens_BT))
-    sequence.go_on(tokens_BT, sources_B)
     while True:
-        new_BT = tokens_BT[:, sequence.position :]
         try:
-            output = network.run({**inputs, "decoder_input_ids": new_BT}, sequence)
+            new_BT = tokens_BT[:, sequence.position :]
+            output = network.run({**inputs, DECODER_INPUT: new_BT}, sequence)
         except SequenceLostError as error:
             log.info("sequence_lost", position=sequence.position, reason=str(error))
-            sequence.restart()
+            sequence.record_loss()
             continue
-        sequence.record(tokens_BT, sources_B)
+        sequence.record(tokens_BT)
         return output
-
-
-def _name_sources(inputs: Iterable[Any], count: int) -> Sequence[Hashable]:
-    """A name for each row of a batch, the same where all inputs have the same values."""
-    by_row = [each for each in inputs if isinstance(each, Tensor) and len(each) == count]
-
-    def name(row: int) -> bytes:
-        made = hashlib.sha256()
-        for each in by_row:
-            made.update(each[row].flatten().view(torch.uint8).numpy().tobytes())
-        return made.digest()
-
-    return list(map(name, range(count)))

@@ -27,6 +27,8 @@ PAST = "past"
 PREFIX = "model."
 """Of the names of weights in the graph."""
 DECODER_INPUT = "decoder_input_ids"
+_UNMASKED = frozenset({"fsmt"})
+"""Models that, with a cache, let several new tokens see each other's future."""
 _EXAMPLE_PAST = 2
 """Earlier tokens while a network is captured: of one or none torch takes the number for fixed."""
 
@@ -86,6 +88,8 @@ def capture_with_cache(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Cap
 
     Raises `UnsupportedFeatureError` for a model that cannot be captured so.
     """
+    if model.config.model_type in _UNMASKED:
+        raise UnsupportedFeatureError(f"{type(model).__name__} computes one further token alone")
     try:
         past = _example_past(model, inputs)
     except Exception as error:  # models raise what they like
@@ -110,8 +114,8 @@ def capture_with_cache(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Cap
     return keep_states(captured, dict(zip(given, states, strict=True)))
 
 
-def has_cache(model: nn.Module) -> bool:
-    """Whether a model generates tokens with a decoder that reads what an encoder made."""
+def is_generating(model: nn.Module) -> bool:
+    """Whether a model is an encoder-decoder that generates tokens."""
     return (
         isinstance(model, PreTrainedModel)
         and bool(model.config.is_encoder_decoder)

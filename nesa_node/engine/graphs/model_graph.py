@@ -22,7 +22,7 @@ from nesa_node.core.errors import (
     is_installed,
 )
 from nesa_node.core.logging import get_logger
-from nesa_node.engine.graphs.decoder_cache import capture_with_cache, has_cache
+from nesa_node.engine.graphs.decoder_cache import capture_with_cache, is_generating
 from nesa_node.engine.graphs.text_to_image import PipelineNetworks
 from nesa_node.engine.weights.families import check_counts, parse_config, read_raw_config
 from nesa_node.engine.weights.pipeline_folder import (
@@ -87,7 +87,7 @@ def capture_network(model: nn.Module, sizes: RequestSizes) -> CapturedModel:
     Raises as `example_inputs` and `capture` do.
     """
     inputs = example_inputs(model, sizes)
-    if has_cache(model):
+    if is_generating(model):
         assert isinstance(model, PreTrainedModel)
         try:
             return capture_with_cache(model, inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -285,8 +285,13 @@ class Network:
         """Bytes of the weights that these operations use."""
         return int(self.captured.graph.count_parameter_bytes(operations))
 
-    def count_peak_bytes(self, operations: Sequence[int], sizes: Sizes) -> int:
-        """Most bytes that the values of these operations take at once, run in this order."""
+    def count_peak_bytes(
+        self, operations: Sequence[int], sizes: Sizes, lasting: Collection[int]
+    ) -> int:
+        """Most bytes that the values of these operations take at once, run in this order.
+
+        The `lasting` ones are held to the end, the remaining ones until they were last used.
+        """
         graph = self.captured.graph
         place = {operation: position for position, operation in enumerate(operations)}
         change = [0] * (len(operations) + 1)
@@ -301,7 +306,8 @@ class Network:
                 first = 0 if value.producer is None else place.get(value.producer, 0)
                 inside = [place[each] for each in value.consumers if each in place]
                 change[first] += nbytes
-                change[max(inside, default=first) + 1] -= nbytes
+                if index not in lasting:
+                    change[max(inside, default=first) + 1] -= nbytes
         return max(itertools.accumulate(change), default=0)
 
     def load_weights(

@@ -40,6 +40,7 @@ def build_piece(
 
 
 def find_piece_interface(captured: CapturedModel, operations: Sequence[int]) -> SpanInterface:
+    """What the code of a piece takes and gives: with states, which no machine gets or sends."""
     interface = find_interface(captured.graph, operations)
     own = set(operations)
     states = {

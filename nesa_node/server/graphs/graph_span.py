@@ -38,7 +38,8 @@ log = get_logger(__name__)
 
 REQUEST_SHARE = 0.5
 """Part of the memory that weights leave free, for values of requests: a half of it for what comes
-and goes, a half for what a request needs while it is computed."""
+and goes, a half for what a request needs while it is computed. What is kept of sequences is besides
+(`served_pieces.py` `KEPT_SHARE`)."""
 MIN_ROOM_BYTES = 64 << 20
 MAX_ROOM_BYTES = 8 << 30
 MEASURED_RUNS = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +25,12 @@ class SequenceUse:
     """For each row of the request the row of the last one that it goes on from; none: its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    values: Mapping[int, Tensor]
+    nbytes: int
+
+
 class KeptSequences:
     """Values of sequences, in limited memory. Where it is full, the least recently used go.
 
@@ -34,28 +40,33 @@ class KeptSequences:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[PeerId, bytes], Mapping[int, Tensor]] = OrderedDict()
-
-    @property
-    def held_bytes(self) -> int:
-        with self._lock:
-            return sum(map(_nbytes, self._kept.values()))
+        self._kept: OrderedDict[tuple[PeerId, bytes], _Kept] = OrderedDict()
 
     def find(self, use: SequenceUse) -> Mapping[int, Tensor] | None:
         """The values that are kept of a sequence; None if it is not known."""
         with self._lock:
-            return self._kept.get((use.owner, use.key))
+            kept = self._kept.get((use.owner, use.key))
+            return None if kept is None else kept.values
 
     def keep(self, use: SequenceUse, values: Mapping[int, Tensor]) -> None:
-        """Keep `values` besides those of other pieces. Other sequences may go, or this one."""
+        """Keep `values` besides those of other pieces. Other sequences may go for them.
+
+        A sequence of more than a peer's share is not kept.
+        """
+        if not values:
+            return
         with self._lock:
             key = use.owner, use.key
-            self._kept[key] = {**self._kept.get(key, {}), **values}
-            self._kept.move_to_end(key)
-            self._drop_beyond(
-                [each for each in self._kept if each[0] == use.owner], self._max_bytes // PEER_SHARE
-            )
-            self._drop_beyond(list(self._kept), self._max_bytes)
+            before = self._kept.pop(key, None)
+            every = {**({} if before is None else before.values), **values}
+            added = _Kept(every, sum(tensor.nbytes for tensor in every.values()))
+            share = self._max_bytes // PEER_SHARE
+            if added.nbytes > share:
+                return
+            own = [each for each in self._kept if each[0] == use.owner]
+            self._drop_beyond(own, share - added.nbytes)
+            self._drop_beyond(list(self._kept), self._max_bytes - added.nbytes)
+            self._kept[key] = added
 
     def forget(self, owner: PeerId) -> None:
         """Drop a peer's sequences."""
@@ -63,15 +74,10 @@ class KeptSequences:
             for key in [each for each in self._kept if each[0] == owner]:
                 del self._kept[key]
 
-    def _drop_beyond(self, keys: list[tuple[PeerId, bytes]], max_bytes: int) -> None:
-        sizes = [_nbytes(self._kept[key]) for key in keys]
-        left = sum(sizes)
-        for key, nbytes in zip(keys, sizes, strict=True):
+    def _drop_beyond(self, keys: Sequence[tuple[PeerId, bytes]], max_bytes: int) -> None:
+        """Drop the first of these sequences until the remaining ones have at most `max_bytes`."""
+        left = sum(self._kept[key].nbytes for key in keys)
+        for key in keys:
             if left <= max_bytes:
                 return
-            del self._kept[key]
-            left -= nbytes
-
-
-def _nbytes(values: Mapping[int, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in values.values())
+            left -= self._kept.pop(key).nbytes

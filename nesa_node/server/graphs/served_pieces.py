@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ MAX_PROGRAMS = 32
 MAX_KNOWN_SIZES = 256
 MAX_SYMBOL_VALUE = 1 << 24
 KEPT_SHARE = 2
-"""Sequences are kept in the memory for a request divided by this."""
+"""Sequences have, besides, the memory that a request may take divided by this."""
 MIN_TIMES = 8
 MAX_TIMES = 256
 """Of requests, from which a speed is announced."""
@@ -41,11 +41,11 @@ class _Work:
     span: Span
     operations: tuple[int, ...]
     interface: SpanInterface
-    parts: Sequence[RunnablePiece]
-    """One after another; the last one has all that depends on a decoder's tokens."""
-    states: Mapping[int, int]
+    parts: tuple[RunnablePiece, ...]
+    """One after another; of a decoder the last one has all that depends on its tokens."""
+    states: Mapping[int, int] = field(default_factory=dict)
     """Of `Network.states`, those that are used here."""
-    fixed: frozenset[int]
+    fixed: frozenset[int] = frozenset()
     """The values that further tokens of a sequence need and do not change."""
 
 
@@ -101,8 +101,8 @@ class ServedPieces:
             position = self.network.find_position(sizes)
             work = self._find_work(span, is_step=position > 0)
             self._check_values(work, sizes, values)
-            states = self._find_states(work, sizes, sequence, position)
             self._check_memory(work, sizes)
+            states = self._find_states(work, sizes, sequence, position)
             started = time.perf_counter()
             known = {index: values[index].to(self.device) for index in work.interface.received}
             known |= states
@@ -110,7 +110,7 @@ class ServedPieces:
                 given = [known[index] for index in part.interface.received]
                 known |= zip(part.interface.sent, part.run(given, sizes), strict=True)
             if sequence is not None:
-                self._sequences.keep(sequence, self._find_kept(work, known, states))
+                self._sequences.keep(sequence, self._find_kept(work, known))
             found = {index: known[index].cpu() for index in work.interface.sent}
             if span == self.span and sizes == self.network.example_sizes:
                 self._seconds.append(time.perf_counter() - started)
@@ -151,29 +151,43 @@ class ServedPieces:
         if key in self._works:
             self._works.move_to_end(key)
             return self._works[key]
-        operations = self.plan.operations(span)
-        network = self.network
-        if is_step:
-            operations = network.split(operations)[1]
-            interface = network.find_step_interface(operations)
+        network, operations = self.network, self.plan.operations(span)
+        if network.states:
+            fixed, changing = network.split(operations)
+            work = self._plan_step(span, changing) if is_step else self._plan_whole(span, fixed)
         else:
-            interface = network.find_interface(operations)
-        if not operations:
-            raise ProtocolError("wrong_blocks", f"pieces {span} compute nothing for further tokens")
-        halves = [operations] if is_step or not network.states else network.split(operations)
-        parts = [self._weights.find_piece(half) for half in halves if half]
-        states = {
-            index: made
-            for index, made in network.states.items()
-            if any(index in part.interface.received for part in parts)
-        }
-        fixed: frozenset[int] = frozenset()
-        if network.states and network.split(operations)[1]:
-            fixed = network.fixed_values.intersection(parts[-1].interface.received)
-        work = self._works[key] = _Work(span, operations, interface, parts, states, fixed)
+            piece = self._weights.find_piece(operations)
+            work = _Work(span, operations, network.find_interface(operations), (piece,))
+        self._works[key] = work
         if len(self._works) > MAX_PROGRAMS:
             self._works.popitem(last=False)
         return work
+
+    def _plan_step(self, span: Span, changing: tuple[int, ...]) -> _Work:
+        if not changing:
+            raise ProtocolError("wrong_blocks", f"pieces {span} compute nothing for further tokens")
+        network, piece = self.network, self._weights.find_piece(changing)
+        received = piece.interface.received
+        return _Work(
+            span,
+            changing,
+            network.find_step_interface(changing),
+            (piece,),
+            states={index: network.states[index] for index in received if index in network.states},
+            fixed=network.fixed_values.intersection(received),
+        )
+
+    def _plan_whole(self, span: Span, fixed: tuple[int, ...]) -> _Work:
+        """What does not depend on tokens, and then as a step."""
+        every = self.plan.operations(span)
+        interface = self.network.find_interface(every)
+        first = (self._weights.find_piece(fixed),) if fixed else ()
+        if len(fixed) == len(every):
+            return _Work(span, every, interface, first)
+        step = self._find_work(span, is_step=True)
+        return replace(
+            step, operations=fixed + step.operations, interface=interface, parts=first + step.parts
+        )
 
     def _find_states(
         self, work: _Work, sizes: Sizes, sequence: SequenceUse | None, position: int
@@ -188,26 +202,25 @@ class ServedPieces:
         kept = None if sequence is None else self._sequences.find(sequence)
         if sequence is None or kept is None:
             raise ProtocolError("unknown_sequence", "nothing is kept of this sequence")
-        found = {index: kept[index] for index in (*shapes, *work.fixed) if index in kept}
+        for index in (*work.states, *work.fixed):
+            shape = self.network.find_shape(index, sizes).shape
+            # Looked at before anything is copied.
+            if index not in kept or not _has_rows(kept[index], sequence.rows, shape):
+                raise ProtocolError(
+                    "unknown_sequence",
+                    f"what is kept of this sequence is not of {position} tokens and {shape[0]} "
+                    "rows",
+                )
+        found = {index: kept[index] for index in (*work.states, *work.fixed)}
         if sequence.rows:
             rows_B = torch.tensor(sequence.rows, device=self.device)
-            found |= {index: found[index][rows_B] for index in shapes if index in found}
-        for index in (*shapes, *work.fixed):
-            shape = self.network.find_shape(index, sizes).shape
-            if index not in found or tuple(found[index].shape) != shape:
-                raise ProtocolError(
-                    "unknown_sequence", f"what is kept of this sequence is not of {position} tokens"
-                )
+            found |= {index: found[index][rows_B] for index in work.states}
         return found
 
-    def _find_kept(
-        self, work: _Work, known: Mapping[int, Tensor], states: Mapping[int, Tensor]
-    ) -> dict[int, Tensor]:
-        # A value that came is a view of all that came.
-        fixed = {
-            index: states[index] if index in states else known[index].clone()
-            for index in work.fixed
-        }
+    def _find_kept(self, work: _Work, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        fixed = {index: known[index] for index in work.fixed}
+        for index in fixed.keys() & set(work.interface.received):
+            fixed[index] = fixed[index].clone()  # it is a view of all that came
         return fixed | {index: known[made] for index, made in work.states.items()}
 
     def _check_sizes(self, sizes: Sizes) -> None:
@@ -215,7 +228,10 @@ class ServedPieces:
             raise ProtocolError("bad_tensor", f"{len(sizes)} sizes, of another graph")
         least = (0 if index in self.network.position_sizes else 1 for index in range(len(sizes)))
         if not all(low <= size <= MAX_SYMBOL_VALUE for low, size in zip(least, sizes, strict=True)):
-            raise ProtocolError("bad_tensor", f"sizes must be 1 to {MAX_SYMBOL_VALUE}")
+            raise ProtocolError(
+                "bad_tensor",
+                f"sizes must be 1 to {MAX_SYMBOL_VALUE}, or 0 where they count earlier tokens",
+            )
 
     def _check_values(self, work: _Work, sizes: Sizes, values: Mapping[int, Tensor]) -> None:
         received = work.interface.received
@@ -237,7 +253,14 @@ class ServedPieces:
         key = work.span, sizes
         needed = self._peaks.get(key, 0)
         if not needed:
-            needed = self.network.count_peak_bytes(work.operations, sizes)
+            network, came = self.network, work.interface.received
+            lasting = {*came, *work.interface.sent, *work.fixed, *work.states}
+            lasting |= set(work.states.values())
+            needed = network.count_peak_bytes(work.operations, sizes, lasting)
+            # These are copied.
+            needed += sum(
+                network.find_shape(index, sizes).nbytes for index in work.fixed.intersection(came)
+            )
             self._peaks.put(key, max(needed, 1))
         if needed > self.max_bytes:
             raise ProtocolError(
@@ -245,3 +268,12 @@ class ServedPieces:
                 f"a request of these sizes takes {needed >> 20} MiB in pieces {work.span}; this "
                 f"node gives it {self.max_bytes >> 20} MiB: send a smaller batch or image",
             )
+
+
+def _has_rows(kept: Tensor, rows: Sequence[int], shape: tuple[int, ...]) -> bool:
+    """Whether `rows` of a tensor, or all of it without any, have this shape."""
+    if tuple(kept.shape[1:]) != shape[1:]:
+        return False
+    if not rows:
+        return len(kept) == shape[0]
+    return len(rows) == shape[0] and max(rows) < len(kept)

@@ -13,9 +13,23 @@ def tokens(*rows: str) -> Tensor:
     return torch.tensor([[ord(letter) for letter in row] for row in rows])
 
 
-def ask(sequence: DecoderSequence, rows: tuple[str, ...], sources: str) -> None:
-    sequence.go_on(tokens(*rows), list(sources))
-    sequence.record(tokens(*rows), list(sources))
+def sources(names: str) -> list[Tensor]:
+    return [torch.tensor([[ord(name), 0] for name in names])]
+
+
+def ask(sequence: DecoderSequence, rows: tuple[str, ...], names: str) -> None:
+    sequence.go_on(tokens(*rows), sources(names))
+    sequence.record(tokens(*rows))
+
+
+def key(sequence: DecoderSequence) -> bytes:
+    assert sequence.message is not None
+    return sequence.message.key
+
+
+def state(sequence: DecoderSequence) -> tuple[int, list[int]]:
+    assert sequence.message is not None
+    return sequence.position, list(sequence.message.rows)
 
 
 @pytest.fixture
@@ -23,57 +37,79 @@ def sequence() -> DecoderSequence:
     made = DecoderSequence()
     ask(made, ("ab", "cd"), "xy")
     assert made.position == 0
+    made.values = {7: torch.zeros(1)}
     return made
 
 
 def test_each_row_goes_on(sequence: DecoderSequence) -> None:
-    key = sequence.message.key
+    first = key(sequence)
     ask(sequence, ("abc", "cde"), "xy")
-    assert (sequence.position, list(sequence.message.rows)) == (2, [])
+    assert state(sequence) == (2, [])
     ask(sequence, ("abcde", "cdefg"), "xy")
-    assert (sequence.position, list(sequence.message.rows)) == (3, [])
-    assert sequence.message.key == key
+    assert state(sequence) == (3, [])
+    assert key(sequence) == first
+    assert sequence.values
 
 
-def test_rows_go_on_from_another_one(sequence: DecoderSequence) -> None:
-    ask(sequence, ("cdb", "cda"), "yy")
-    assert (sequence.position, list(sequence.message.rows)) == (2, [1, 1])
-    ask(sequence, ("cdaa", "cdab", "cdba"), "yyy")
-    assert (sequence.position, list(sequence.message.rows)) == (3, [1, 1, 0])
+def test_rows_go_on_from_another_one() -> None:
+    sequence = DecoderSequence()
+    ask(sequence, ("ab", "cd"), "xx")
+    ask(sequence, ("cdb", "cda"), "xx")
+    assert state(sequence) == (2, [1, 1])
+    ask(sequence, ("cdaa", "cdba"), "xx")
+    assert state(sequence) == (3, [1, 0])
 
 
-def test_the_same_tokens_of_two_sources(sequence: DecoderSequence) -> None:
-    ask(sequence, ("ab", "ab", "ab"), "xyx")
-    ask(sequence, ("abc", "abc", "abd"), "xyx")
-    assert sequence.message.rows == (), "each from its own"
-    ask(sequence, ("abce", "abcf", "abcg"), "yxy")
-    assert (sequence.position, list(sequence.message.rows)) == (3, [1, 0, 1])
+def test_the_same_tokens_of_two_sources() -> None:
+    sequence = DecoderSequence()
+    ask(sequence, ("ab", "cd", "ab", "cd"), "xxyy")
+    ask(sequence, ("cda", "abd", "cda", "abc"), "xxyy")
+    assert state(sequence) == (2, [1, 0, 3, 2])
+    ask(sequence, ("cdaa", "cdab", "cdaa", "abce"), "xxyy")
+    assert state(sequence) == (3, [0, 0, 2, 3])
 
 
 @pytest.mark.parametrize(
-    ("rows", "sources"),
+    ("rows", "names"),
     [
         (("abc", "cee"), "xy"),
+        (("cda", "abc"), "xy"),
         (("abc", "cde"), "xx"),
+        (("abc", "cde"), "yx"),
+        (("abc", "cde", "cdf"), "xyy"),
         (("ab", "cd"), "xy"),
         (("a", "c"), "xy"),
     ],
 )
 def test_what_no_row_begins_with_begins_again(
-    rows: tuple[str, ...], sources: str, sequence: DecoderSequence
+    rows: tuple[str, ...], names: str, sequence: DecoderSequence
 ) -> None:
-    key = sequence.message.key
-    ask(sequence, rows, sources)
-    assert (sequence.position, list(sequence.message.rows)) == (0, [])
-    assert sequence.message.key != key, "nodes may still work at the old one"
+    first = key(sequence)
+    ask(sequence, rows, names)
+    assert state(sequence) == (0, [])
+    assert key(sequence) != first, "nodes may still work at the old one"
+    assert bool(sequence.values) == (names == "xy"), "of other inputs they are other ones"
 
 
 def test_a_lost_sequence_begins_again(sequence: DecoderSequence) -> None:
-    key = sequence.message.key
-    sequence.go_on(tokens("abc", "cde"), "xy")
-    sequence.restart()
-    assert (sequence.position, list(sequence.message.rows)) == (0, [])
-    assert sequence.message.key != key
-    sequence.record(tokens("abc", "cde"), "xy")
+    first = key(sequence)
+    sequence.go_on(tokens("abc", "cde"), sources("xy"))
+    sequence.record_loss()
+    assert state(sequence) == (0, [])
+    assert key(sequence) != first
+    sequence.record(tokens("abc", "cde"))
     ask(sequence, ("abcd", "cdef"), "xy")
     assert sequence.position == 3
+
+
+def test_what_is_lost_again_and_again_is_not_kept(sequence: DecoderSequence) -> None:
+    text = "abcdefgh"
+    for length in (3, 4):
+        assert sequence.message is not None
+        sequence.go_on(tokens(text[:length], text[:length]), sources("xy"))
+        sequence.record_loss()
+        sequence.record(tokens(text[:length], text[:length]))
+    assert sequence.message is None
+    for length in (5, 6):
+        ask(sequence, (text[:length], text[:length]), "xy")
+        assert (sequence.position, sequence.message) == (0, None)

@@ -11,8 +11,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from nesa_node.core.errors import ProtocolError
+from nesa_node.core.errors import ProtocolError, UnsupportedFeatureError
 from nesa_node.core.ids import PeerId, Span
+from nesa_node.engine.graphs.decoder_cache import capture_with_cache
 from nesa_node.engine.graphs.model_graph import RequestSizes
 from nesa_node.engine.graphs.network import Network
 from nesa_node.engine.graphs.piece_weights import PieceWeights, ResidentWeights, StreamedWeights
@@ -177,7 +178,7 @@ def test_without_a_sequence_all_tokens_are_computed(bart: Decoder) -> None:
     expected = bart.model(**bart.encoder_inputs([0, 1]), decoder_input_ids=tokens_BT).logits
     found = bart.compute([0, 1], tokens_BT, 0, None)
     assert torch.allclose(found, expected, atol=1e-5)
-    assert bart.pieces._sequences.held_bytes == 0
+    assert not bart.pieces._sequences._kept
     with pytest.raises(ProtocolError) as refused:
         bart.compute([0, 1], tokens_BT, 4, None)
     assert refused.value.code == "unknown_sequence"
@@ -205,12 +206,12 @@ def test_sequences_that_a_node_does_not_know(bart: Decoder) -> None:
         (SequenceUse(CLIENT, KEY), 2),
         (SequenceUse(CLIENT, KEY), 4),
         (SequenceUse(CLIENT, KEY, (0, 0)), 3),
+        (SequenceUse(CLIENT, KEY, (7,)), 3),
+        (SequenceUse(CLIENT, KEY, (0,) * 512), 3),
     ):
         with pytest.raises(ProtocolError) as refused:
             bart.compute([0], tokens_BT, position, use)
         assert refused.value.code == "unknown_sequence"
-    with pytest.raises(ProtocolError):
-        bart.compute([0], tokens_BT, 3, SequenceUse(CLIENT, KEY, (7,)))
     # All of these have left it as it was.
     expected = bart.model(**bart.encoder_inputs([0]), decoder_input_ids=tokens_BT).logits
     found = bart.compute([0], tokens_BT, 3, SequenceUse(CLIENT, KEY))
@@ -235,24 +236,67 @@ def test_sizes_of_nothing_are_refused(bart: Decoder) -> None:
 def test_the_least_recently_used_make_room() -> None:
     kept = KeptSequences(1000)
 
-    def use(owner: PeerId, number: int) -> SequenceUse:
-        return SequenceUse(owner, bytes([number]) * 16)
+    def use(owner: str, number: int) -> SequenceUse:
+        return SequenceUse(PeerId(owner), bytes([number]) * 16)
 
-    def values(nbytes: int) -> dict[int, Tensor]:
-        return {0: torch.zeros(nbytes, dtype=torch.uint8)}
+    def keep(owner: str, number: int, nbytes: int, piece: int = 0) -> None:
+        kept.keep(use(owner, number), {piece: torch.zeros(nbytes, dtype=torch.uint8)})
+
+    def known(owner: str) -> list[int]:
+        return [number for number in range(9) if kept.find(use(owner, number)) is not None]
 
     for number in range(4):
-        kept.keep(use(CLIENT, number), values(200))
-    assert [kept.find(use(CLIENT, each)) is None for each in range(4)] == [True, True, False, False]
-    assert kept.held_bytes == 400, "a peer may have a half"
-    kept.keep(use(CLIENT, 2), values(150))
-    kept.keep(use(CLIENT, 4), values(160))
-    assert kept.find(use(CLIENT, 3)) is None, "used before the third"
-    kept.keep(use(CLIENT, 5), values(501))
-    assert kept.find(use(CLIENT, 5)) is None
+        keep("client", number, 200)
+    assert known("client") == [2, 3], "a peer may have a half"
+    keep("client", 2, 150)
+    keep("client", 4, 160)
+    assert known("client") == [2, 4], "the fourth was used before the third"
+    keep("client", 2, 30, piece=1)
+    found = kept.find(use("client", 2))
+    assert found is not None
+    assert [found[piece].nbytes for piece in (0, 1)] == [150, 30]
+    keep("client", 5, 501)
+    assert known("client") == [2, 4], "one that is too large does not make the others go"
+    keep("client", 4, 501)
+    assert known("client") == [2]
     for peer in "abc":
-        kept.keep(use(PeerId(peer), 0), values(400))
-    assert kept.find(use(PeerId("a"), 0)) is None
-    assert kept.held_bytes == 800
+        keep(peer, 0, 400)
+    assert [peer for peer in ("client", *"abc") if known(peer)] == ["b", "c"]
+    kept.keep(use("a", 1), {})
+    assert known("a") == [], "of pieces that keep nothing there is nothing to know"
     kept.forget(PeerId("b"))
-    assert kept.held_bytes == 400
+    assert (known("b"), known("c")) == ([], [0])
+
+
+def test_what_a_request_takes_is_counted_as_it_runs(decoder: Decoder) -> None:
+    """What does not depend on tokens is computed first, and is there to the end."""
+    network = decoder.network
+    every = range(len(network.captured.graph))
+    fixed, changing = network.split(every)
+    between = network.fixed_values.intersection(network.find_interface(changing).received)
+    shapes = [network.find_shape(index, network.example_sizes) for index in between]
+    work = decoder.pieces._find_work(Span(0, PIECES), is_step=False)
+    assert work.operations == fixed + changing
+    decoder.pieces._check_memory(work, network.example_sizes)
+    (needed,) = decoder.pieces._peaks.values()
+    assert needed > sum(shape.nbytes for shape in shapes)
+    assert needed > network.count_peak_bytes(work.operations, network.example_sizes, ())
+
+
+def test_models_that_would_see_the_future() -> None:
+    model = HF.FSMTForConditionalGeneration(
+        HF.FSMTConfig(
+            langs=["en", "de"],
+            src_vocab_size=40,
+            tgt_vocab_size=40,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+        )
+    )
+    with pytest.raises(UnsupportedFeatureError, match="one further token alone"):
+        capture_with_cache(model, {})
