@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from nesa_node import RemoteNetwork, SwarmPipeline
+from nesa_node.client.graphs.graph_connection import GraphConnection
 from nesa_node.client.graphs.remote_generation import make_generator
 from nesa_node.core.errors import ConfigError, UnsupportedFeatureError, UnsupportedModelError
 from nesa_node.core.ids import Span
@@ -156,6 +157,14 @@ def test_nodes_compute_each_token_once(
         return run(self, span, sizes, *args)
 
     monkeypatch.setattr(ServedPieces, "run", note)
+    plans: list[int] = []
+    plan_hops = GraphConnection._plan_hops
+
+    async def count(self: GraphConnection) -> Any:
+        plans.append(len(computed))
+        return await plan_hops(self)
+
+    monkeypatch.setattr(GraphConnection, "_plan_hops", count)
     options = {**case.options, "max_new_tokens": 20}
     with serving(case, tmp_path) as (folder, addresses):
         expected = generate_alone(case, folder, TEXTS, **options)
@@ -166,6 +175,7 @@ def test_nodes_compute_each_token_once(
             given = tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False)
             for _ in range(2):
                 computed.clear()
+                plans.clear()
                 generator: Any = make_generator(network)
                 made = generator.generate(**given, **options)
                 assert tokenizer.batch_decode(made, skip_special_tokens=True) == expected
@@ -174,6 +184,7 @@ def test_nodes_compute_each_token_once(
                     (position, 1) for position in range(1, steps)
                 }
                 assert {each for each in computed if not each[0]} == {(0, 1)}
+                assert max(plans) <= computed.index((1, 1)), "further tokens go to the same nodes"
 
 
 def test_captions_are_those_of_the_whole_model(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nesa_node.core.errors import NesaError
+from nesa_node.routing.chains import Hop
 from nesa_node.swarm.protocol.graph_messages import MAX_VALUES, GraphSequence
 
 _Tokens = tuple[int, ...]
@@ -39,6 +40,8 @@ class DecoderSequence:
         """Tokens of each row that nodes know already."""
         self.message: GraphSequence | None = None
         """What nodes are told of the sequence. None: that they keep nothing."""
+        self.hops: tuple[Hop, ...] = ()
+        """The nodes that keep it."""
         self._inputs: Sequence[Tensor] = ()
         self._sources_B: Sequence[bytes] = ()
         """For each row a name of what the encoder was given."""

@@ -79,6 +79,8 @@ class _Progress:
     sequence: GraphSequence | None
     is_step: bool
     """Whether nodes keep what the request goes on from."""
+    hops: tuple[Hop, ...] = ()
+    """These nodes; none: those that are best now."""
     num_not_computed: int = 0
     deadline: float = field(default_factory=time.monotonic)
 
@@ -176,16 +178,19 @@ class GraphConnection:
             self._find_pieces(values, outputs, is_step=position > 0),
             None if sequence is None else sequence.message,
             is_step=position > 0,
+            hops=sequence.hops if sequence is not None and position else (),
         )
         self._extend(progress)
         if sequence is None or sequence.values or position:
             found = await self._try_chain(progress, outputs)
             if found is not None:
-                return found
+                progress.values, progress.pieces = found, []
         while progress.pieces:
             made = await self._advance(progress)
             if sequence is not None:
                 sequence.values |= {index: made[index] for index in made.keys() & fixed}
+        if sequence is not None and not position:
+            sequence.hops = self._hops
         return {index: progress.values[index] for index in outputs}
 
     async def _try_chain(
@@ -195,7 +200,7 @@ class GraphConnection:
         if self._options.routing != "chain" or time.monotonic() < self._star_until:
             return None
         try:
-            hops = await self._plan_hops()
+            hops = progress.hops or await self._plan_hops()
         except MissingBlocksError:
             return None  # a star waits for the missing nodes
         unknown = [index for index in outputs if index not in progress.values]
@@ -324,7 +329,7 @@ class GraphConnection:
         piece = progress.pieces[0]
         while True:
             try:
-                for hop in await self._plan_hops():
+                for hop in progress.hops or await self._plan_hops():
                     if hop.span.start <= piece < hop.span.end:
                         return hop
                 raise MissingBlocksError(((piece, piece + 1),), f"no node serves piece {piece}")
