@@ -199,6 +199,8 @@ class ServedPieces:
                 index: torch.zeros(shape.shape, dtype=shape.dtype, device=self.device)
                 for index, shape in shapes.items()
             }
+        if not work.states and not work.fixed:
+            return {}
         kept = None if sequence is None else self._sequences.find(sequence)
         if sequence is None or kept is None:
             raise ProtocolError("unknown_sequence", "nothing is kept of this sequence")

@@ -70,7 +70,9 @@ CONFIGS = {
 class Decoder:
     """A network in pieces, asked as clients ask, and the whole model."""
 
-    def __init__(self, name: str, folder: Path, *, is_streamed: bool = False) -> None:
+    def __init__(
+        self, name: str, folder: Path, *, is_streamed: bool = False, pieces: int = PIECES
+    ) -> None:
         torch.manual_seed(0)
         self.model: Any = getattr(HF, name)(CONFIGS[name]).eval()
         self.model.save_pretrained(folder)
@@ -78,8 +80,8 @@ class Decoder:
             open_folder(folder, read_network_config), torch.float32, RequestSizes(tokens=8)
         )
         self.network = network
-        self.plan = network.make_plan(PIECES)
-        every = Span(0, PIECES)
+        self.plan = network.make_plan(pieces)
+        every = Span(0, pieces)
         operations = self.plan.operations(every)
         weights: PieceWeights
         if is_streamed:
@@ -114,12 +116,12 @@ class Decoder:
         tokens_BT: Tensor,
         position: int,
         use: SequenceUse | None,
-        spans: Sequence[Span] = (Span(0, 1), Span(1, 2), Span(2, 3)),
     ) -> Tensor:
         """Logits [B, T - position, V] of the tokens from `position` on."""
         given = {**self.encoder_inputs(rows), "decoder_input_ids": tokens_BT[:, position:]}
         values, sizes = self.network.bind(given, position=position)
-        for span in spans:
+        for piece in range(len(self.plan.pieces)):
+            span = Span(piece, piece + 1)
             operations = self.plan.operations(span)
             if position:
                 if not self.network.split(operations)[1]:
@@ -166,6 +168,14 @@ def check_steps(decoder: Decoder) -> None:
 
 def test_further_tokens_are_those_of_the_whole_model(decoder: Decoder) -> None:
     check_steps(decoder)
+
+
+def test_further_tokens_in_many_pieces(tmp_path: Path) -> None:
+    """Of which some use tokens, and have nothing to keep."""
+    decoder = Decoder("BartForConditionalGeneration", tmp_path, pieces=40)
+    check_steps(decoder)
+    works = [work for (_, is_step), work in decoder.pieces._works.items() if is_step]
+    assert any(not work.states and not work.fixed for work in works)
 
 
 def test_further_tokens_of_weights_that_are_read_for_each(tmp_path: Path) -> None:
