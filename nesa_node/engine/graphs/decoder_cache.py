@@ -67,6 +67,10 @@ class CachedDecoding(nn.Module):
         self, inputs: Mapping[str, Any], past: Mapping[str, Mapping[str, Tensor]]
     ) -> dict[str, Any]:
         """`past` has keys and values [B, H, P, W] by the number of their layer."""
+        tensors = [tensor for each in past.values() for tensor in each.values()]
+        for tensor in tensors:
+            # Else each has a length of its own in the graph, which requests would have to name.
+            torch._check(tensor.shape[2] == tensors[0].shape[2])
         layers = [_PastLayer(each["keys"], each["values"]) for each in past.values()]
         cache = EncoderDecoderCache(
             Cache(layers=[*layers]),

@@ -199,6 +199,7 @@ def test_a_step_computes_nothing_of_the_encoder(decoder: Decoder) -> None:
     graph = network.captured.graph
     fixed, changing = network.split(range(len(graph)))
     assert sorted(fixed + changing) == list(range(len(graph)))
+    assert len(network.position_sizes) == 1, "however many layers, a request names one length"
     program = network.build_piece(changing, CPU)
     names = set(program.weights.values())
     assert not [each for each in names if "encoder." in each and "decoder." not in each]
