@@ -252,24 +252,35 @@ class ServedPieces:
                 )
 
     def _check_memory(self, work: _Work, sizes: Sizes) -> None:
-        key = work.span, sizes
-        needed = self._peaks.get(key, 0)
-        if not needed:
-            network, came = self.network, work.interface.received
-            lasting = {*came, *work.interface.sent, *work.fixed, *work.states}
-            lasting |= set(work.states.values())
-            needed = network.count_peak_bytes(work.operations, sizes, lasting)
-            # These are copied.
-            needed += sum(
-                network.find_shape(index, sizes).nbytes for index in work.fixed.intersection(came)
-            )
-            self._peaks.put(key, max(needed, 1))
+        # A sequence has other sizes with each token: most are known to fit from a longer one.
+        longer = tuple(
+            1 << (size - 1).bit_length() if size and index in self.network.position_sizes else size
+            for index, size in enumerate(sizes)
+        )
+        if self._count_bytes(work, longer) <= self.max_bytes:
+            return
+        needed = self._count_bytes(work, sizes)
         if needed > self.max_bytes:
             raise ProtocolError(
                 "too_large",
                 f"a request of these sizes takes {needed >> 20} MiB in pieces {work.span}; this "
                 f"node gives it {self.max_bytes >> 20} MiB: send a smaller batch or image",
             )
+
+    def _count_bytes(self, work: _Work, sizes: Sizes) -> int:
+        """What a request takes while it is computed."""
+        found = self._peaks.get((work.span, sizes))
+        if found is None:
+            network, came = self.network, work.interface.received
+            lasting = {*came, *work.interface.sent, *work.fixed, *work.states}
+            lasting |= set(work.states.values())
+            found = network.count_peak_bytes(work.operations, sizes, lasting)
+            # These are copied.
+            found += sum(
+                network.find_shape(index, sizes).nbytes for index in work.fixed.intersection(came)
+            )
+            self._peaks.put((work.span, sizes), found)
+        return found
 
 
 def _has_rows(kept: Tensor, rows: Sequence[int], shape: tuple[int, ...]) -> bool:

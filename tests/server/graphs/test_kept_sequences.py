@@ -14,7 +14,7 @@ from torch import Tensor
 from nesa_node.core.errors import ProtocolError, UnsupportedFeatureError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.engine.graphs.decoder_cache import capture_with_cache
-from nesa_node.engine.graphs.model_graph import RequestSizes
+from nesa_node.engine.graphs.model_graph import RequestSizes, capture_model
 from nesa_node.engine.graphs.network import Network
 from nesa_node.engine.graphs.piece_weights import PieceWeights, ResidentWeights, StreamedWeights
 from nesa_node.engine.weights.checkpoint import open_folder
@@ -76,6 +76,7 @@ class Decoder:
         torch.manual_seed(0)
         self.model: Any = getattr(HF, name)(CONFIGS[name]).eval()
         self.model.save_pretrained(folder)
+        self.folder = folder
         network = Network(
             open_folder(folder, read_network_config), torch.float32, RequestSizes(tokens=8)
         )
@@ -292,6 +293,38 @@ def test_what_a_request_takes_is_counted_as_it_runs(decoder: Decoder) -> None:
     (needed,) = decoder.pieces._peaks.values()
     assert needed > sum(shape.nbytes for shape in shapes)
     assert needed > network.count_peak_bytes(work.operations, network.example_sizes, ())
+
+
+def test_memory_is_counted_for_a_few_lengths(bart: Decoder) -> None:
+    network, pieces = bart.network, bart.pieces
+    work = pieces._find_work(Span(0, PIECES), is_step=True)
+    (at,) = network.position_sizes
+
+    def sizes(position: int) -> tuple[int, ...]:
+        usual = network.example_sizes
+        return (*usual[:at], position, *usual[at + 1 :])
+
+    for position in range(17, 33):
+        pieces._check_memory(work, sizes(position))
+    assert list(pieces._peaks) == [(work.span, sizes(32))]
+    # Where the longer one does not fit, the length itself is looked at.
+    exactly = pieces._count_bytes(work, sizes(20))
+    pieces.max_bytes = exactly
+    pieces._check_memory(work, sizes(20))
+    with pytest.raises(ProtocolError, match="smaller batch"):
+        pieces._check_memory(work, sizes(21))
+
+
+def test_the_graph_that_is_planned_is_the_one_that_is_served(bart: Decoder) -> None:
+    planned = capture_model(
+        bart.folder,
+        name="bart",
+        dtype=torch.float32,
+        sizes=RequestSizes(tokens=8),
+        without_memory=False,
+    )
+    assert planned.digest == bart.network.captured.digest
+    assert planned.states == bart.network.states
 
 
 def test_models_that_would_see_the_future() -> None:
