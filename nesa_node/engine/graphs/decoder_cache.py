@@ -70,7 +70,9 @@ class CachedDecoding(nn.Module):
         tensors = [tensor for each in past.values() for tensor in each.values()]
         for tensor in tensors:
             # Else each has a length of its own in the graph, which requests would have to name.
-            torch._check(tensor.shape[2] == tensors[0].shape[2])
+            torch._check(  # type: ignore[no-untyped-call]
+                tensor.shape[2] == tensors[0].shape[2]
+            )
         layers = [_PastLayer(each["keys"], each["values"]) for each in past.values()]
         cache = EncoderDecoderCache(
             Cache(layers=[*layers]),
