@@ -193,8 +193,8 @@ class ServedPieces:
         self, work: _Work, sizes: Sizes, sequence: SequenceUse | None, position: int
     ) -> dict[int, Tensor]:
         """What the pieces use besides the values that come."""
-        shapes = {index: self.network.find_shape(index, sizes) for index in work.states}
         if not position:
+            shapes = {index: self.network.find_shape(index, sizes) for index in work.states}
             return {
                 index: torch.zeros(shape.shape, dtype=shape.dtype, device=self.device)
                 for index, shape in shapes.items()
