@@ -136,14 +136,22 @@ def _check(before: Leftovers, who: str) -> None:
         pytest.fail(f"{who} left behind:\n  " + "\n  ".join(left), pytrace=False)
 
 
+@pytest.fixture(autouse=True)
+def structlog_given_back() -> Iterator[None]:
+    """`capture_logs` of one test would leave structlog configured: it prints to stdout then."""
+    import structlog
+
+    before = structlog.is_configured()
+    yield
+    if not before:
+        structlog.reset_defaults()
+
+
 @pytest.fixture
 def logging_given_back() -> Iterator[None]:
     """What a test set up for the log of a process of its own is undone."""
-    import structlog
-
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     yield
     root.handlers[:] = before
     root.setLevel(level)
-    structlog.reset_defaults()

@@ -14,7 +14,6 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-import structlog
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.logging import setup_logging
@@ -393,7 +392,6 @@ def log() -> Iterator[io.StringIO]:
     setup_logging("debug", stream=stream)
     yield stream
     root.handlers[:], root.level, ours.level = before
-    structlog.reset_defaults()
 
 
 async def test_nothing_logged_or_answered_holds_a_key(path: Path, log: io.StringIO) -> None:
