@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.sharding.operation_graph import Machine
+from nesa_node.sharding.operation_graph import Floats, Machine
 
 MAX_MACHINES = 1000
+
+_Row = TypeVar("_Row", bound=BaseModel)
 
 
 class MachineRow(BaseModel):
@@ -19,6 +24,8 @@ class MachineRow(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    name: str = ""
+    """By which tables `[[link]]` name it: of `count` machines the name of each."""
     count: int = Field(1, ge=1, le=MAX_MACHINES)
     tflops: float = Field(10.0, gt=0, allow_inf_nan=False)
     memory_gb_per_s: float = Field(300.0, gt=0, allow_inf_nan=False)
@@ -36,28 +43,73 @@ class MachineRow(BaseModel):
         )
 
 
-def read_machines(path: Path) -> list[Machine]:
+class LinkRow(BaseModel):
+    """One table `[[link]]` of a file of machines: a rate between each two of some machines."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    between: tuple[str, str]
+    """Names of machines; twice the same one: among those of this name."""
+    mbit_per_s: float = Field(gt=0, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMachines:
+    """K machines, and rates between pairs of them [K, K] in bytes/s, infinite where a machine's own
+    link says all; None: everywhere.
+    """
+
+    machines: list[Machine]
+    pair_rates_KK: Floats | None = None
+
+
+def read_machines(path: Path) -> PlannedMachines:
     """The machines of a TOML file. Raises `ConfigError`."""
+    where = f"--machines {path}"
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--machines {path}: {error}") from error
-    if document.keys() != {"machine"} or not isinstance(document["machine"], list):
-        raise ConfigError(f"--machines {path}: expected tables [[machine]], and nothing else")
-    return parse_machines(document["machine"], f"--machines {path}")
+        raise ConfigError(f"{where}: {error}") from error
+    tables = [document.get("machine"), document.get("link", [])]
+    if document.keys() - {"machine", "link"} or not all(isinstance(each, list) for each in tables):
+        raise ConfigError(
+            f"{where}: expected tables [[machine]], perhaps [[link]], and nothing else"
+        )
+    return parse_machines(document["machine"], where, tables[1])
 
 
-def parse_machines(tables: Sequence[object], where: str) -> list[Machine]:
-    """The machines of `tables`, which have the fields of `MachineRow`. Raises `ConfigError`."""
+def parse_machines(
+    tables: Sequence[object], where: str, links: Sequence[object] = ()
+) -> PlannedMachines:
+    """The machines of `tables`, which have the fields of `MachineRow`, and rates of `links`, with
+    those of `LinkRow`. Raises `ConfigError`.
+    """
+    rows = _parse_rows(MachineRow, tables, f"{where}: machine")
+    names = [row.name for row in rows for _ in range(row.count)]
+    if len(names) > MAX_MACHINES:
+        raise ConfigError(f"{len(names)} machines: at most {MAX_MACHINES}")
+    machines = [row.machine() for row in rows for _ in range(row.count)]
+    if not links:
+        return PlannedMachines(machines)
+    rates_KK = np.full((len(names), len(names)), np.inf)
+    for number, link in enumerate(_parse_rows(LinkRow, links, f"{where}: link"), start=1):
+        for name in link.between:
+            if not name or name not in names:
+                raise ConfigError(f"{where}: link {number}: no machine has the name {name!r}")
+        one, other = (
+            [place for place, named in enumerate(names) if named == name] for name in link.between
+        )
+        rates_KK[np.ix_(one, other)] = rates_KK[np.ix_(other, one)] = 1e6 * link.mbit_per_s / 8
+    return PlannedMachines(machines, rates_KK)
+
+
+def _parse_rows(kind: type[_Row], tables: Sequence[object], where: str) -> list[_Row]:
     rows = []
     for number, table in enumerate(tables, start=1):
         try:
-            rows.append(MachineRow.model_validate(table))
+            rows.append(kind.model_validate(table))
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "it"
-            raise ConfigError(f"{where}: machine {number}: {key}: {first['msg']}") from error
-    machines = [row.machine() for row in rows for _ in range(row.count)]
-    if len(machines) > MAX_MACHINES:
-        raise ConfigError(f"{len(machines)} machines: at most {MAX_MACHINES}")
-    return machines
+            raise ConfigError(f"{where} {number}: {key}: {first['msg']}") from error
+    return rows

@@ -155,10 +155,12 @@ class Machine:
             raise ValueError(f"memory of {self.fast_memory_bytes} bytes")
 
     def work_s(self, graph: OperationGraph) -> Floats:
-        """Seconds of each operation [N]: of its arithmetic or of its traffic, the longer."""
-        flop_N = np.array([each.flop for each in graph.operations])
-        moved_N = np.array([each.moved_bytes for each in graph.operations])
-        return np.maximum(flop_N / self.flop_per_s, moved_N / self.moved_bytes_per_s)
+        """Seconds of each operation [N]."""
+        return np.array([self.operation_s(each) for each in graph.operations])
+
+    def operation_s(self, operation: Operation) -> float:
+        """Seconds of its arithmetic or of its traffic, the longer."""
+        return max(operation.flop / self.flop_per_s, operation.moved_bytes / self.moved_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,24 +193,24 @@ def block_cost(graph: OperationGraph, operations: Sequence[int], machine: Machin
     place = {operation: position for position, operation in enumerate(operations)}
     received = sent = 0.0
     alive = np.zeros(len(operations) + 1)
-    for value in graph.values:
+    near = (index for each in operations for index in (*graph.inputs[each], *graph.outputs[each]))
+    for value in (graph.values[index] for index in dict.fromkeys(near)):
         inside = [place[each] for each in value.consumers if each in place]
         made_here = value.producer in place
         if made_here:
             if value.is_output or len(inside) < len(value.consumers):
                 sent += value.size_bytes
-        elif inside:
+        else:
             received += value.size_bytes
-        if made_here or inside:
-            first = 0 if value.producer is None else place.get(value.producer, 0)
-            alive[first] += value.size_bytes
-            alive[max(inside, default=first) + 1] -= value.size_bytes
+        first = 0 if value.producer is None else place.get(value.producer, 0)
+        alive[first] += value.size_bytes
+        alive[max(inside, default=first) + 1] -= value.size_bytes
     parameter_bytes = graph.count_parameter_bytes(operations)
     peak_bytes = float(np.cumsum(alive).max(initial=0.0))
     beyond = max(0.0, parameter_bytes + peak_bytes - machine.fast_memory_bytes)
     return BlockCost(
         received / machine.link_bytes_per_s,
-        float(machine.work_s(graph)[list(operations)].sum()),
+        math.fsum(machine.operation_s(graph.operations[each]) for each in operations),
         beyond / machine.stream_bytes_per_s,
         sent / machine.link_bytes_per_s,
         parameter_bytes,

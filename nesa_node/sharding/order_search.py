@@ -2,9 +2,11 @@
 
 Source: section 2.6.1 of the Nesa paper, a genetic algorithm with random keys (BRKGA; Goncalves and
 Resende 2011). Keys of operations decide which comes next of those that can, those of machines which
-takes the first slice. Parents are one of the elite and one of the rest, and a child takes each key
-of the elite parent with probability `BIAS`. The paper prints the average of two parents instead
-(`Crossover` "arithmetic"), which draws all keys towards the middle.
+takes the first slice. Where pairs of machines have rates, slices are cut by an estimate that cannot
+tell from where values come; further keys decide how slow it takes each machine to be. Parents are
+one of the elite and one of the rest, and a child takes each key of the elite parent with
+probability `BIAS`. The paper prints the average of two parents instead (`Crossover` "arithmetic"),
+which draws all keys towards the middle.
 
 N operations, K machines, P candidates.
 """
@@ -22,6 +24,7 @@ import numpy as np
 from nesa_node.core.errors import ConfigError
 from nesa_node.sharding.operation_graph import Floats, Ints, Machine, OperationGraph
 from nesa_node.sharding.operation_orders import OrderMaker
+from nesa_node.sharding.pair_rates import PairRates
 from nesa_node.sharding.slicing import Slicing, slice_order
 
 Crossover = Literal["biased", "arithmetic"]
@@ -32,6 +35,8 @@ SEARCH_CUTS = 256
 """Places to cut while orders are compared; those found are then cut anywhere."""
 FINALISTS = 3
 """Orders that are cut anywhere, the best of the search."""
+MOST_WEIGHT = 3.0
+"""Of a machine, and the inverse of the least."""
 STALE_GENERATIONS = 40
 """Generations without a better candidate after which a search ends."""
 
@@ -67,40 +72,50 @@ def search_orders(
     crossover: Crossover = "biased",
     enough_s: float = 0.0,
     on_progress: Callable[[SearchProgress], None] | None = None,
+    pair_rates_KK: Floats | None = None,
 ) -> FoundOrder:
     """Search for at most `budget_s` seconds, then slice the best orders exactly.
 
     The first candidates are Kahn's order, the graph's own and a depth-first one, so that the result
     is never worse than these; one with a bottleneck of `enough_s` seconds ends the search. The same
-    seed and number of generations give the same result. Raises `ConfigError` without pymoo, and
+    seed and number of generations give the same result. `pair_rates_KK` are bytes/s between
+    `machines`, symmetric (`nesa_node.sharding.pair_rates`). Raises `ConfigError` without pymoo, and
     `ValueError` for no machines.
     """
-    search = _Search(graph, machines)
+    search = _Search(graph, machines, pair_rates_KK)
     given = tuple(range(len(machines)))
-    known = [(slice_order(graph, order, machines), given) for order in search.known_orders]
+    even = np.ones(len(machines))
+    known = [(search.slice(order, given, even), given) for order in search.known_orders]
     kahn_s = known[0][0].bottleneck_s
     if all(slicing.bottleneck_s > enough_s for slicing, _ in known):
         search.run(seed, budget_s, max_generations, crossover, enough_s, on_progress)
-    found = [
-        (slice_order(graph, order, [machines[each] for each in places]), places)
-        for order, places in search.finalists()
-    ]
+    found = [(search.slice(*each), each[1]) for each in search.finalists()]
     slicing, places = min((*known, *found), key=lambda each: each[0].bottleneck_s)
     return FoundOrder(slicing, places, kahn_s, search.generations)
 
 
+_Candidate = tuple[Ints, tuple[int, ...], Floats]
+"""An order of operations, one of machines, and weights of these."""
+
+
 class _Search:
-    def __init__(self, graph: OperationGraph, machines: Sequence[Machine]) -> None:
+    def __init__(
+        self, graph: OperationGraph, machines: Sequence[Machine], pair_rates_KK: Floats | None
+    ) -> None:
         self._orders = OrderMaker(graph)
         own = np.arange(len(graph))
         self.known_orders = self._orders.breadth_first(), own, self._orders.depth_first()
         self.generations = 0
         self._graph = graph
         self._machines = machines
+        self._pair_rates_KK = pair_rates_KK
         # Where all are alike, their order is no question.
-        self._machine_keys = len(machines) if len(set(machines)) > 1 else 0
+        are_alike = len(set(machines)) == 1 and pair_rates_KK is None
+        self._machine_keys = 0 if are_alike else len(machines)
+        weight_keys = 0 if pair_rates_KK is None else len(machines)
+        self.keys = len(graph) + self._machine_keys + weight_keys
         self._costs: dict[bytes, float] = {}
-        self._best: list[tuple[float, Ints, tuple[int, ...]]] = []
+        self._best: list[tuple[float, _Candidate]] = []
 
     def run(
         self,
@@ -123,7 +138,7 @@ class _Search:
                 costs.append(np.inf if late and self._costs else self._cost(keys_K))
             out["F"] = np.array(costs)
 
-        problem = Problem(n_var=len(self._graph) + self._machine_keys, n_obj=1, xl=0.0, xu=1.0)
+        problem = Problem(n_var=self.keys, n_obj=1, xl=0.0, xu=1.0)
         problem._evaluate = evaluate
         algorithm.setup(problem, termination=("n_gen", max_generations), seed=seed)
         best, stale = np.inf, 0
@@ -138,31 +153,47 @@ class _Search:
             if stale >= STALE_GENERATIONS or best <= enough_s:
                 break
 
-    def finalists(self) -> list[tuple[Ints, tuple[int, ...]]]:
-        """The best different orders and machines' orders."""
-        return [(order, places) for _, order, places in self._best]
+    def slice(
+        self,
+        order: Ints,
+        places: tuple[int, ...],
+        weights_K: Floats,
+        *,
+        max_cuts: int | None = None,
+    ) -> Slicing:
+        """The slices of `order` for the machines in this order."""
+        pairs = None
+        if self._pair_rates_KK is not None:
+            pairs = PairRates(self._pair_rates_KK[np.ix_(places, places)], weights_K)
+        machines = [self._machines[each] for each in places]
+        return slice_order(self._graph, order, machines, max_cuts=max_cuts, pairs=pairs)
+
+    def finalists(self) -> list[_Candidate]:
+        """The best different ones."""
+        return [candidate for _, candidate in self._best]
 
     def _first_keys(self, seed: int) -> Floats:
         """Random keys, but for those of three orders [P, N + K]."""
-        count = len(self._graph)
+        count, machines = len(self._graph), self._machine_keys
         generator = np.random.default_rng(seed)
-        keys_PK = generator.random((ELITES + OFFSPRING + MUTANTS, count + self._machine_keys))
+        keys_PK = generator.random((ELITES + OFFSPRING + MUTANTS, self.keys))
         for keys_K, order in zip(keys_PK, self.known_orders, strict=False):
             keys_K[order] = np.arange(count) / count
-            keys_K[count:] = np.arange(self._machine_keys) / max(1, self._machine_keys)
+            keys_K[count : count + machines] = np.arange(machines) / max(1, machines)
+            keys_K[count + machines :] = 0.5
         return keys_PK
 
     def _cost(self, keys_K: Floats) -> float:
-        count = len(self._graph)
+        count, machines = len(self._graph), self._machine_keys
         order = self._orders.by_keys(keys_K[:count].tolist())
-        places = tuple(np.argsort(keys_K[count:], kind="stable").tolist())
+        places = tuple(np.argsort(keys_K[count : count + machines], kind="stable").tolist())
         places = places or tuple(range(len(self._machines)))
-        known = sha256(order.tobytes() + repr(places).encode()).digest()
+        weights_K = MOST_WEIGHT ** (2 * keys_K[count + machines :] - 1)
+        known = sha256(order.tobytes() + repr(places).encode() + weights_K.tobytes()).digest()
         if known not in self._costs:
-            machines = [self._machines[each] for each in places]
-            slicing = slice_order(self._graph, order, machines, max_cuts=SEARCH_CUTS)
+            slicing = self.slice(order, places, weights_K, max_cuts=SEARCH_CUTS)
             self._costs[known] = slicing.bottleneck_s
-            self._best.append((slicing.bottleneck_s, order, places))
+            self._best.append((slicing.bottleneck_s, (order, places, weights_K)))
             self._best = sorted(self._best, key=lambda each: each[0])[:FINALISTS]
         return self._costs[known]
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from nesa_node.sharding.lower_bound import PRECISION, lower_bound_s
-from nesa_node.sharding.operation_graph import BlockCost, Machine, OperationGraph, block_cost
+from nesa_node.sharding.operation_graph import BlockCost, Floats, Machine, OperationGraph
 from nesa_node.sharding.order_search import SearchProgress, search_orders
+from nesa_node.sharding.pair_rates import PairRates, block_costs
 from nesa_node.sharding.slicing import slice_order
 
 
@@ -51,12 +52,15 @@ def find_partition(
     seed: int,
     budget_s: float,
     on_progress: Callable[[SearchProgress], None] | None = None,
+    pair_rates_KK: Floats | None = None,
 ) -> GraphPartition:
     """The best partition that a search of at most `budget_s` seconds finds: see `search_orders`.
 
-    Where the bound shows that no other is better, the search ends.
+    Where the bound shows that no other is better, the search ends. The bound is that of the
+    machines' links, however slow pairs of them are.
     """
-    own = slice_order(graph, np.arange(len(graph)), machines)
+    pairs = None if pair_rates_KK is None else PairRates.of(pair_rates_KK)
+    own = slice_order(graph, np.arange(len(graph)), machines, pairs=pairs)
     bound_s = lower_bound_s(graph, machines, own.bottleneck_s)
     found = search_orders(
         graph,
@@ -65,11 +69,13 @@ def find_partition(
         budget_s=budget_s,
         enough_s=bound_s * (1 + 2 * PRECISION),
         on_progress=on_progress,
+        pair_rates_KK=pair_rates_KK,
     )
-    pieces = tuple(
-        Piece(place, block, block_cost(graph, block, machines[place]))
-        for place, block in zip(found.machine_order, found.slicing.blocks(), strict=True)
-    )
+    places, blocks = found.machine_order, found.slicing.blocks()
+    if pair_rates_KK is not None:
+        pair_rates_KK = pair_rates_KK[np.ix_(places, places)]
+    costs = block_costs(graph, blocks, [machines[place] for place in places], pair_rates_KK)
+    pieces = tuple(map(Piece, places, blocks, costs))
     bottleneck_s = max(piece.cost.total_s for piece in pieces)
     return GraphPartition(
         pieces,

@@ -7,18 +7,19 @@ names is exact, nor is taking as much as fits. Work alone is monotone, though, a
 work exceeds a bottleneck that is known to be possible is not looked at. That leaves about N / K
 starts of each slice, and N^2 comparisons instead of N^2 K.
 
-N operations in the order, K machines, M distinct ones, S starts of slices.
+N operations in the order, K machines, M distinct places of them, S starts of slices.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from nesa_node.sharding.operation_graph import Floats, Ints, Machine, OperationGraph
+from nesa_node.sharding.pair_rates import ChainPlace, PairRates, block_costs, find_places
 
 COARSE_CUTS = 512
 """Places at which a first, coarse solution may cut."""
@@ -54,17 +55,17 @@ class SliceCosts:
     what the operation makes.
     """
 
-    def __init__(self, graph: OperationGraph, order: Ints, machines: Sequence[Machine]) -> None:
-        """`machines` are distinct ones [M]. Raises `ValueError` for an order of something else."""
+    def __init__(self, graph: OperationGraph, order: Ints, places: Sequence[ChainPlace]) -> None:
+        """`places` are distinct ones [M]. Raises `ValueError` for an order of something else."""
         if sorted(order) != list(range(len(graph))):
             raise ValueError(f"an order of {len(order)} operations, of a graph of {len(graph)}")
         self._graph = graph
-        self._machines = machines
+        self._places = places
         self._order = order
         self._position = np.empty(len(order), dtype=np.int64)
         self._position[order] = np.arange(len(order))
-        work_MN = np.array([machine.work_s(graph)[order] for machine in machines])
-        self.work_until = np.concatenate([np.zeros((len(machines), 1)), work_MN.cumsum(axis=1)], 1)
+        work_MN = np.array([place.machine.work_s(graph)[order] for place in places])
+        self.work_until = np.concatenate([np.zeros((len(places), 1)), work_MN.cumsum(axis=1)], 1)
         """Seconds of all operations before a position [M, N + 1]."""
         made = np.zeros(len(order))
         self._uses: list[list[tuple[int, float]]] = [[] for _ in order]
@@ -74,7 +75,7 @@ class SliceCosts:
         self._made = made
         self._parameter_uses: list[list[tuple[int, float]]] = [[] for _ in order]
         self._index_parameters()
-        self._is_tight = any(machine.fast_memory_bytes < math.inf for machine in machines)
+        self._is_tight = any(place.machine.fast_memory_bytes < math.inf for place in places)
 
     def _index_values(self, made: Floats) -> None:
         for value in self._graph.values:
@@ -139,18 +140,19 @@ class SliceCosts:
     ) -> Floats:
         here = slice(low, end)
         received_S = received[here]
-        moved_S = received_S + leaving[here][::-1].cumsum()[::-1]
+        sent_S = leaving[here][::-1].cumsum()[::-1]
         beyond_S: Floats | None = None
         if held is not None:
             used_S = received_S + self._made[here]
             beyond_S = held[here] + np.maximum.accumulate(used_S[::-1])[::-1]
-        costs = np.empty((len(self._machines), end - low))
-        for machine, until, cost_S in zip(self._machines, self.work_until, costs, strict=True):
-            np.divide(moved_S, machine.link_bytes_per_s, out=cost_S)
+        costs = np.empty((len(self._places), end - low))
+        for place, until, cost_S in zip(self._places, self.work_until, costs, strict=True):
+            np.divide(received_S, place.receive_bytes_per_s, out=cost_S)
+            cost_S += sent_S / place.send_bytes_per_s
             cost_S += until[end] - until[here]
-            if beyond_S is not None and machine.fast_memory_bytes < math.inf:
-                over_S = np.maximum(beyond_S - machine.fast_memory_bytes, 0.0)
-                cost_S += over_S / machine.stream_bytes_per_s
+            room = place.machine.fast_memory_bytes
+            if beyond_S is not None and room < math.inf:
+                cost_S += np.maximum(beyond_S - room, 0.0) / place.machine.stream_bytes_per_s
         return costs
 
 
@@ -160,25 +162,32 @@ def slice_order(
     machines: Sequence[Machine],
     *,
     max_cuts: int | None = None,
+    pairs: PairRates | None = None,
 ) -> Slicing:
     """The slices of `order`, one for each of `machines` in turn, whose slowest is fastest.
 
     A machine may get no operations. `max_cuts`: with fewer places to cut than there are, which are
     those with the fewest bytes among as much work each, a good solution is found sooner; without
-    it, the result is the best one. Raises `ValueError` for no machines, or an order of something
-    else.
+    it, the result is the best one. With `pairs` it is the best one as if a machine received all
+    from the one before, sent all to the one after it, and was as much slower as its weight says;
+    the bottleneck is what the slices take without these assumptions. Raises `ValueError` for no
+    machines, or an order of something else.
     """
     if not machines:
         raise ValueError("no machines")
-    distinct = list(dict.fromkeys(machines))
-    kinds = np.array([distinct.index(machine) for machine in machines])
+    places = find_places(machines, pairs)
+    distinct = list(dict.fromkeys(places))
+    kinds = np.array([distinct.index(place) for place in places])
     costs = SliceCosts(graph, order, distinct)
     count = len(order)
     coarse = _choose_cuts(graph, order, costs, min(max_cuts or COARSE_CUTS, count - 1))
     found = _solve(costs, kinds, order, coarse, math.inf)
-    if max_cuts is not None or len(coarse) == count - 1:
+    if max_cuts is None and len(coarse) < count - 1:
+        found = _solve(costs, kinds, order, np.arange(1, count), found.bottleneck_s)
+    if pairs is None:
         return found
-    return _solve(costs, kinds, order, np.arange(1, count), found.bottleneck_s)
+    taken = block_costs(graph, found.blocks(), machines, pairs.rates_KK)
+    return replace(found, bottleneck_s=max(cost.total_s for cost in taken))
 
 
 def _choose_cuts(graph: OperationGraph, order: Ints, costs: SliceCosts, most: int) -> Ints:

@@ -58,7 +58,7 @@ def plan(
         Parameter(
             group=MACHINES_GROUP,
             help="Unequal ones instead: a TOML file with tables [[machine]] of these keys (with _ "
-            "for -) and count.",
+            "for -), count and name; and [[link]] where two are further apart.",
         ),
     ] = None,
     batch: Annotated[int, Parameter(group=REQUEST_GROUP, help="Items of a request.")] = 1,
@@ -136,7 +136,8 @@ def plan(
     with track_wait(f"a search of {search_s:g} s"):
         found = find_partition(
             captured.graph,
-            every,
+            every.machines,
+            pair_rates_KK=every.pair_rates_KK,
             seed=seed,
             budget_s=search_s,
             on_progress=views.show_progress,

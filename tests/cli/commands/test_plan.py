@@ -64,6 +64,22 @@ def test_unequal_machines(model: str, capsys: pytest.CaptureFixture[str], tmp_pa
     assert all(len(slow["operations"]) <= len(piece["operations"]) for piece in pieces)
 
 
+def test_machines_further_apart(
+    model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    machines = tmp_path / "machines.toml"
+    rates = "tflops = 1e-4\nlink_mbit_per_s = 1000\n"
+    machines.write_text(
+        "".join(f'[[machine]]\nname = "{name}"\ncount = 2\n{rates}' for name in "ab")
+        + '[[link]]\nbetween = ["a", "b"]\nmbit_per_s = 0.1\n'
+    )
+    arguments = ["--machines", str(machines), "--search-s", "3", "--json"]
+    assert run_command(["plan", model, *arguments]) == 0
+    pieces = json.loads(capsys.readouterr().out)["pieces"]
+    busy = {piece["machine"] for piece in pieces if piece["operations"]}
+    assert busy in ({1, 2}, {3, 4})
+
+
 def test_machines_that_only_slow_it_down(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     slow_links = ["--link-mbit-per-s", "0.001", "--search-s", "0.5"]
     assert run_command(["plan", model, "--nodes", "4", *slow_links]) == 0
@@ -105,6 +121,13 @@ def test_bad_input(
         ("[[machine]]\n[[machine]]\ncount = 0", "machine 2: count"),
         ("[[machine]", "--machines"),
         ("[[machine]]\ncount = 1000\n[[machine]]", "1001 machines: at most 1000"),
+        ("[[link]]\nbetween = ['a', 'b']\nmbit_per_s = 1", "tables [[machine]]"),
+        ("[[machine]]\n[[link]]\nbetween = ['a', '']\nmbit_per_s = 1", "link 1: no machine has"),
+        ("[[machine]]\n[[link]]\nbetween = 'ab'\nmbit_per_s = 1", "link 1: between"),
+        (
+            "[[machine]]\nname = 'a'\n[[link]]\nbetween = ['a', 'a']\nmbit_per_s = 0",
+            "link 1: mbit_per_s",
+        ),
     ],
 )
 def test_bad_files_of_machines(
