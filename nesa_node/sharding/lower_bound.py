@@ -249,15 +249,22 @@ def _choose_operations(reaches: Bools, weight_N: Floats, left: Ints) -> tuple[In
     """Operations of `left` that are compared, and their closed sets, at most `MAX_SETS`, smaller
     ones first.
 
-    Those come first that few of the rest can run beside, for their weight: seconds of work and of
-    sending what they make. Sets are bits of the operations' places among those that are compared.
+    Weights are seconds of work and of sending what they make. First come heavy operations of which
+    no two can run beside each other, such as one of two towers, then those that few of the rest can
+    run beside, for their weight. Sets are bits of the operations' places among those compared.
     """
     if len(left) > MAX_SETS:
         left = left[np.argsort(-weight_N[left], kind="stable")[:MAX_SETS]]
     among = reaches[np.ix_(left, left)]
-    beside = (~(among | among.T)).sum(axis=1)
+    follows = among | among.T
     share = weight_N[left] / (weight_N[left].sum() or 1.0) + 1.0 / len(left)
-    first = left[np.argsort(beside / share, kind="stable")]
+    rank = (~follows).sum(axis=1) / share
+    follows_all = np.ones(len(left), dtype=bool)
+    for index in np.argsort(-weight_N[left], kind="stable"):
+        if follows_all[index]:
+            rank[index] = -1.0
+            follows_all &= follows[index]
+    first = left[np.argsort(rank, kind="stable")]
     fewest, most, tried = 0, len(first) + 1, len(first)
     kept, sets = first[:0], [0]
     while not fewest or most - fewest > max(1, len(left) // 100):

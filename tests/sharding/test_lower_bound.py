@@ -103,3 +103,20 @@ def test_two_towers_share_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = lower_bound_s(graph, machines, 2 * best)
     assert 0.8 * best < bound <= best * (1 + 1e-6)
     assert bound > (20 * 10 + 50) / 3
+
+
+def test_a_whole_tower_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where links are slow, what one tower's cheapest cut takes is as fast as all can be."""
+    monkeypatch.setattr(lower_bound, "MAX_SETS", 40)
+    rng = random.Random(1)
+    operations = tuple(Operation(f"op_{index}", "k", rng.uniform(8, 12), 0) for index in range(60))
+    values = []
+    for start in (0, 30):
+        values += [
+            Value(rng.uniform(40, 200), index, (index + 1,)) for index in range(start, start + 29)
+        ]
+        values.append(Value(1, start + 29, (), is_output=True))
+    graph = OperationGraph(operations, tuple(values))
+    machines = [Machine(1, 1, 1)] * 12
+    best = slice_order(graph, np.arange(60), machines).bottleneck_s
+    assert lower_bound_s(graph, machines, 2 * best) == pytest.approx(best, rel=1e-3)
