@@ -121,6 +121,8 @@ def check_plan(
         raise UnsupportedFeatureError(
             f"the plan's pieces do not have each of the graph's {len(graph)} operations once"
         )
+    if any(len({graph.share_of[each] for each in piece}) > 1 for piece in plan.pieces):
+        raise UnsupportedFeatureError("the plan has a piece of two networks of a pipeline")
     place = {operation: position for position, operation in enumerate(order)}
     for value in graph.values:
         made = -1 if value.producer is None else place[value.producer]
@@ -161,57 +163,22 @@ def measure_work(graph: OperationGraph, operations: Sequence[int]) -> PieceWork:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Operations that exchange no value with the rest of a graph, and how often they run."""
-
-    operations: tuple[int, ...]
-    runs: int
-
-
-def cut_evenly(
-    graph: OperationGraph, count: int, shares: Sequence[Share] = ()
-) -> tuple[tuple[int, ...], ...]:
+def cut_evenly(graph: OperationGraph, count: int) -> tuple[tuple[int, ...], ...]:
     """`count` pieces of the graph's own order for equal machines, so that the slowest is fastest.
 
-    None is empty, so that slow links do not keep a network whole. A piece has operations of one of
-    the `shares` alone, where there are any. Raises `ConfigError` for more pieces than operations,
-    and fewer than shares.
+    None is empty, so that slow links do not keep a network whole. Raises `ConfigError` for more
+    pieces than operations, and fewer than shares.
     """
-    if not shares:
-        return _cut(graph, count)
-    most = min(len(graph), MAX_PIECES)
-    if not len(shares) <= count <= most:
-        raise ConfigError(
-            f"{count} pieces: a pipeline of {len(shares)} networks has {len(shares)} to {most}"
+    least, most = max(1, len(graph.shares)), min(len(graph), MAX_PIECES)
+    if not least <= count <= most:
+        what = (
+            f"pipeline of {len(graph.shares)} networks"
+            if graph.shares
+            else f"network of {len(graph)} operations"
         )
-    graphs = [graph.select(share.operations) for share in shares]
-    work_s = [
-        REFERENCE_MACHINE.work_s(part).sum() * share.runs
-        for part, share in zip(graphs, shares, strict=True)
-    ]
-    counts = [1] * len(shares)
-    for _ in range(count - len(shares)):
-        open_shares = [index for index, part in enumerate(graphs) if counts[index] < len(part)]
-        longest = max(open_shares, key=lambda index: work_s[index] / counts[index])
-        counts[longest] += 1
-    return tuple(
-        tuple(share.operations[index] for index in piece)
-        for share, part, pieces in zip(shares, graphs, counts, strict=True)
-        for piece in _cut(part, pieces)
-    )
-
-
-def _cut(graph: OperationGraph, count: int) -> tuple[tuple[int, ...], ...]:
-    if not 1 <= count <= min(len(graph), MAX_PIECES):
-        most = min(len(graph), MAX_PIECES)
-        raise ConfigError(f"{count} pieces: a network of {len(graph)} operations has 1 to {most}")
-    machines = [REFERENCE_MACHINE] * count
-    blocks = [
-        list(block)
-        for block in slice_order(graph, np.arange(len(graph)), machines).blocks()
-        if block
-    ]
+        raise ConfigError(f"{count} pieces: a {what} has {least} to {most}")
+    order, machines = graph.gather(np.arange(len(graph))), [REFERENCE_MACHINE] * count
+    blocks = [list(block) for block in slice_order(graph, order, machines).blocks() if block]
     work_N = REFERENCE_MACHINE.work_s(graph)
     while len(blocks) < count:
         longest = max(

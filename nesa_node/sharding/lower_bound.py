@@ -42,7 +42,7 @@ def lower_bound_s(graph: OperationGraph, machines: Sequence[Machine], known_s: f
     """
     work_N, speed = _relative_work(graph, machines)
     least = max(float(work_N.sum()) / speed, _of_single_operations(graph, machines, work_N))
-    least = max(least, _of_parameters(graph, machines))
+    least = max(least, _of_parameters(graph, machines), _of_shares(graph, machines, work_N))
     groups = _compare_groups(graph, machines, work_N, known_s)
     low, high = min(least, known_s), known_s
     if groups.are_possible(low, machines):
@@ -71,6 +71,15 @@ def _of_parameters(graph: OperationGraph, machines: Sequence[Machine]) -> float:
     """Of the parameters that no memory holds, read by all machines together."""
     beyond = graph.total_parameter_bytes - sum(each.fast_memory_bytes for each in machines)
     return max(0.0, beyond) / sum(each.stream_bytes_per_s for each in machines)
+
+
+def _of_shares(graph: OperationGraph, machines: Sequence[Machine], work_N: Floats) -> float:
+    """Of the work of each network of a pipeline, on machines of its own, all as the fastest."""
+    works = np.bincount(graph.share_of, weights=work_N)
+    counts = np.ones(len(works))
+    for _ in range(len(machines) - len(works)):
+        counts[(works / counts).argmax()] += 1
+    return float((works / counts).max())
 
 
 def _of_single_operations(
@@ -136,7 +145,9 @@ def _compare_groups(
     free = _Unclaimed(set(range(len(graph.values))), set(range(len(graph.parameter_bytes))))
     pairs: list[_Pairs] = []
     link = max(machine.link_bytes_per_s for machine in machines)
-    sizes = [sum(graph.values[each].size_bytes for each in made) for made in graph.outputs]
+    sizes = [
+        sum(graph.request_bytes(graph.values[each]) for each in made) for made in graph.outputs
+    ]
     weight_N = work_N + np.array(sizes) / link
     while len(left) and len(pairs) < MAX_GROUPS:
         kept, sets = _choose_operations(reaches, weight_N, left)
@@ -205,7 +216,7 @@ class _Inside:
             is_kept = value.producer is None or value.producer in place
             if is_kept and (consumers or (value.is_output and value.producer is not None)):
                 free.values.remove(index)
-                sizes.append(value.size_bytes)
+                sizes.append(graph.request_bytes(value))
                 made.append(None if value.producer is None else place[value.producer])
                 users.append(consumers)
                 is_output.append(value.is_output)

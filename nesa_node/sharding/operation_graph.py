@@ -47,22 +47,45 @@ class Value:
     is_output: bool = False
     """Whether the network gives it."""
 
+    @property
+    def operations(self) -> tuple[int, ...]:
+        """Those that make or use it, ascending."""
+        return self.consumers if self.producer is None else (self.producer, *self.consumers)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Operations that exchange no value with the rest of a graph: a network of a pipeline."""
+
+    operations: tuple[int, ...]
+    """Ascending indices."""
+    runs: int
+    """How often a request runs them."""
+    name: str = ""
+
 
 @dataclass(frozen=True, slots=True)
 class OperationGraph:
     """Operations in an order in which they can run, and the values between them.
 
-    Raises `ValueError` where a value is used before it is there, an index is out of range, or an
-    amount is negative.
+    Raises `ValueError` where a value is used before it is there, an index is out of range, an
+    amount is negative, or shares do not divide the operations.
     """
 
     operations: tuple[Operation, ...]
     values: tuple[Value, ...]
     parameter_bytes: tuple[float, ...] = ()
+    shares: tuple[Share, ...] = ()
+    """No block has operations of two of them. Without any, all operations are one that runs once
+    for a request."""
     inputs: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
     """For each operation, indices of the values that it uses."""
     outputs: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
     """For each operation, indices of the values that it makes."""
+    share_of: tuple[int, ...] = field(init=False, repr=False)
+    """For each operation, the index of its share; 0 without shares."""
+    runs: tuple[int, ...] = field(init=False, repr=False)
+    """For each operation, how often a request runs it."""
 
     def __post_init__(self) -> None:
         inputs: list[list[int]] = [[] for _ in self.operations]
@@ -95,6 +118,20 @@ class OperationGraph:
             raise ValueError("sizes and work must be finite and not negative")
         object.__setattr__(self, "inputs", tuple(map(tuple, inputs)))
         object.__setattr__(self, "outputs", tuple(map(tuple, outputs)))
+        self._set_shares()
+
+    def _set_shares(self) -> None:
+        shares = self.shares or (Share(tuple(range(len(self.operations))), 1),)
+        share_of = {each: index for index, share in enumerate(shares) for each in share.operations}
+        count = sum(len(share.operations) for share in shares)
+        if not count == len(share_of) == len(self.operations) > max(share_of):
+            raise ValueError(f"shares do not have each of {len(self.operations)} operations once")
+        for value in self.values:
+            if len({share_of[each] for each in value.operations}) > 1:
+                raise ValueError("a value is in two shares")
+        numbers = tuple(share_of[index] for index in range(len(self.operations)))
+        object.__setattr__(self, "share_of", numbers)
+        object.__setattr__(self, "runs", tuple(shares[number].runs for number in numbers))
 
     def count_parameter_bytes(self, operations: Iterable[int]) -> float:
         """Bytes of the parameters that these operations use, each once."""
@@ -104,25 +141,19 @@ class OperationGraph:
     def __len__(self) -> int:
         return len(self.operations)
 
-    def select(self, operations: Sequence[int]) -> OperationGraph:
-        """The graph of these operations, ascending, which exchange no value with the rest."""
-        places = {operation: place for place, operation in enumerate(operations)}
-        values = tuple(
-            Value(
-                value.size_bytes,
-                None if value.producer is None else places[value.producer],
-                tuple(places[each] for each in value.consumers),
-                value.is_output,
-            )
-            for value in self.values
-            if value.producer in places or any(each in places for each in value.consumers)
-        )
-        chosen = tuple(self.operations[each] for each in operations)
-        return OperationGraph(chosen, values, self.parameter_bytes)
+    def gather(self, order: Ints) -> Ints:
+        """The order [N] with the operations of each share together."""
+        gathered: Ints = order[np.argsort(np.array(self.share_of)[order], kind="stable")]
+        return gathered
+
+    def request_bytes(self, value: Value) -> float:
+        """Bytes of all that a value is during a request."""
+        return value.size_bytes * max((self.runs[each] for each in value.operations[:1]), default=1)
 
     @property
     def total_flop(self) -> float:
-        return sum(operation.flop for operation in self.operations)
+        """Of a request."""
+        return sum(each.flop * runs for each, runs in zip(self.operations, self.runs, strict=True))
 
     @property
     def total_parameter_bytes(self) -> float:
@@ -155,11 +186,12 @@ class Machine:
             raise ValueError(f"memory of {self.fast_memory_bytes} bytes")
 
     def work_s(self, graph: OperationGraph) -> Floats:
-        """Seconds of each operation [N]."""
-        return np.array([self.operation_s(each) for each in graph.operations])
+        """Seconds of a request's runs of each operation [N]."""
+        works = zip(graph.operations, graph.runs, strict=True)
+        return np.array([self.operation_s(each) * runs for each, runs in works])
 
     def operation_s(self, operation: Operation) -> float:
-        """Seconds of its arithmetic or of its traffic, the longer."""
+        """Seconds of one run: of its arithmetic or of its traffic, the longer."""
         return max(operation.flop / self.flop_per_s, operation.moved_bytes / self.moved_bytes_per_s)
 
 
@@ -181,14 +213,15 @@ class BlockCost:
 
 
 def block_cost(graph: OperationGraph, operations: Sequence[int], machine: Machine) -> BlockCost:
-    """Cost of a block: `operations`, in the order in which `machine` runs them.
+    """Cost of a block: `operations` of one share, in the order in which `machine` runs them.
 
     As meant by equations 8 to 10, in three points not as printed. A block is sent each value that
     it needs once, however many of its operations use it, and sends each value that is needed
     elsewhere once, as a node of a star does. Equation 9 adds bytes to seconds: here all bytes
     beyond the fast memory are divided by the rate at which they are read, and where all fit it is
     nothing. Values are in memory from when they come or are made until they were last used in the
-    block. The network's inputs come, and its outputs leave, as other values do.
+    block. The network's inputs come, and its outputs leave, as other values do. All of this takes
+    place in each run of a request.
     """
     place = {operation: position for position, operation in enumerate(operations)}
     received = sent = 0.0
@@ -208,11 +241,12 @@ def block_cost(graph: OperationGraph, operations: Sequence[int], machine: Machin
     parameter_bytes = graph.count_parameter_bytes(operations)
     peak_bytes = float(np.cumsum(alive).max(initial=0.0))
     beyond = max(0.0, parameter_bytes + peak_bytes - machine.fast_memory_bytes)
+    runs = graph.runs[operations[0]] if operations else 1
     return BlockCost(
-        received / machine.link_bytes_per_s,
-        math.fsum(machine.operation_s(graph.operations[each]) for each in operations),
-        beyond / machine.stream_bytes_per_s,
-        sent / machine.link_bytes_per_s,
+        received / machine.link_bytes_per_s * runs,
+        math.fsum(machine.operation_s(graph.operations[each]) for each in operations) * runs,
+        beyond / machine.stream_bytes_per_s * runs,
+        sent / machine.link_bytes_per_s * runs,
         parameter_bytes,
         peak_bytes,
     )

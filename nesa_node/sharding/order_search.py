@@ -80,7 +80,7 @@ def search_orders(
     is never worse than these; one with a bottleneck of `enough_s` seconds ends the search. The same
     seed and number of generations give the same result. `pair_rates_KK` are bytes/s between
     `machines`, symmetric (`nesa_node.sharding.pair_rates`). Raises `ConfigError` without pymoo, and
-    `ValueError` for no machines.
+    `ValueError` for fewer machines than shares.
     """
     search = _Search(graph, machines, pair_rates_KK)
     given = tuple(range(len(machines)))
@@ -104,7 +104,8 @@ class _Search:
     ) -> None:
         self._orders = OrderMaker(graph)
         own = np.arange(len(graph))
-        self.known_orders = self._orders.breadth_first(), own, self._orders.depth_first()
+        known = self._orders.breadth_first(), own, self._orders.depth_first()
+        self.known_orders = tuple(map(graph.gather, known))
         self.generations = 0
         self._graph = graph
         self._machines = machines
@@ -185,7 +186,7 @@ class _Search:
 
     def _cost(self, keys_K: Floats) -> float:
         count, machines = len(self._graph), self._machine_keys
-        order = self._orders.by_keys(keys_K[:count].tolist())
+        order = self._graph.gather(self._orders.by_keys(keys_K[:count].tolist()))
         places = tuple(np.argsort(keys_K[count : count + machines], kind="stable").tolist())
         places = places or tuple(range(len(self._machines)))
         weights_K = MOST_WEIGHT ** (2 * keys_K[count + machines :] - 1)

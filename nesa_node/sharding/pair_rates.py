@@ -86,16 +86,17 @@ def block_costs(
     home = {operation: place for place, block in enumerate(blocks) for operation in block}
     receive_s, send_s = [0.0] * len(blocks), [0.0] * len(blocks)
     for value in graph.values:
+        nbytes = graph.request_bytes(value)
         maker = None if value.producer is None else home[value.producer]
         users = {home[each] for each in value.consumers} - {maker}
         for user in users:
             rate = machines[user].link_bytes_per_s
             if maker is not None:
                 rate = min(rate, float(pair_rates_KK[maker, user]))
-            receive_s[user] += value.size_bytes / rate
+            receive_s[user] += nbytes / rate
         if maker is not None and (users or value.is_output):
             rates = [float(pair_rates_KK[maker, user]) for user in users]
-            send_s[maker] += value.size_bytes / min([machines[maker].link_bytes_per_s, *rates])
+            send_s[maker] += nbytes / min([machines[maker].link_bytes_per_s, *rates])
     return [
         replace(cost, receive_s=come, send_s=go)
         for cost, come, go in zip(costs, receive_s, send_s, strict=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nesa_node.core.errors import ConfigError
 from nesa_node.sharding.lower_bound import PRECISION, lower_bound_s
 from nesa_node.sharding.operation_graph import BlockCost, Floats, Machine, OperationGraph
 from nesa_node.sharding.order_search import SearchProgress, search_orders
@@ -57,10 +58,16 @@ def find_partition(
     """The best partition that a search of at most `budget_s` seconds finds: see `search_orders`.
 
     Where the bound shows that no other is better, the search ends. The bound is that of the
-    machines' links, however slow pairs of them are.
+    machines' links, however slow pairs of them are. Raises `ConfigError` for fewer machines than
+    networks of a pipeline.
     """
+    if len(machines) < len(graph.shares):
+        raise ConfigError(
+            f"{len(machines)} machines: a pipeline of {len(graph.shares)} networks needs one for "
+            "each, or more"
+        )
     pairs = None if pair_rates_KK is None else PairRates.of(pair_rates_KK)
-    own = slice_order(graph, np.arange(len(graph)), machines, pairs=pairs)
+    own = slice_order(graph, graph.gather(np.arange(len(graph))), machines, pairs=pairs)
     bound_s = lower_bound_s(graph, machines, own.bottleneck_s)
     found = search_orders(
         graph,

@@ -59,6 +59,8 @@ class SliceCosts:
         """`places` are distinct ones [M]. Raises `ValueError` for an order of something else."""
         if sorted(order) != list(range(len(graph))):
             raise ValueError(f"an order of {len(order)} operations, of a graph of {len(graph)}")
+        self._runs = np.array(graph.runs)[order]
+        self._first_of_share = _find_first_of_shares(graph, order)
         self._graph = graph
         self._places = places
         self._order = order
@@ -113,7 +115,7 @@ class SliceCosts:
         is_end[ends] = True
         first = self._first_starts(bound_s)
         for last in range(len(self._order)):
-            low = int(first[last + 1])
+            low = max(int(first[last + 1]), int(self._first_of_share[last]))
             for before, size in self._uses[last]:
                 received[max(before + 1, low) : last + 1] += size
             for made_at, size in self._last_uses[last]:
@@ -149,11 +151,25 @@ class SliceCosts:
         for place, until, cost_S in zip(self._places, self.work_until, costs, strict=True):
             np.divide(received_S, place.receive_bytes_per_s, out=cost_S)
             cost_S += sent_S / place.send_bytes_per_s
-            cost_S += until[end] - until[here]
             room = place.machine.fast_memory_bytes
             if beyond_S is not None and room < math.inf:
                 cost_S += np.maximum(beyond_S - room, 0.0) / place.machine.stream_bytes_per_s
+            cost_S *= self._runs[end - 1]
+            cost_S += until[end] - until[here]
         return costs
+
+
+def _find_first_of_shares(graph: OperationGraph, order: Ints) -> Ints:
+    """For each position the first one of its share [N].
+
+    Raises `ValueError` for an order that mixes shares.
+    """
+    is_first_N = np.diff(np.array(graph.share_of)[order], prepend=-1) != 0
+    firsts: Ints = np.flatnonzero(is_first_N)
+    if len(firsts) > max(1, len(graph.shares)):
+        raise ValueError("an order in which operations of a share are apart")
+    first_N: Ints = firsts[is_first_N.cumsum() - 1]
+    return first_N
 
 
 def slice_order(
@@ -170,11 +186,11 @@ def slice_order(
     those with the fewest bytes among as much work each, a good solution is found sooner; without
     it, the result is the best one. With `pairs` it is the best one as if a machine received all
     from the one before, sent all to the one after it, and was as much slower as its weight says;
-    the bottleneck is what the slices take without these assumptions. Raises `ValueError` for no
-    machines, or an order of something else.
+    the bottleneck is what the slices take without these assumptions. Raises `ValueError` for fewer
+    machines than shares, or an order of something else.
     """
-    if not machines:
-        raise ValueError("no machines")
+    if len(machines) < (least := max(1, len(graph.shares))):
+        raise ValueError(f"{len(machines) or 'no'} machines: {least} or more are needed")
     places = find_places(machines, pairs)
     distinct = list(dict.fromkeys(places))
     kinds = np.array([distinct.index(place) for place in places])
@@ -200,7 +216,8 @@ def _choose_cuts(graph: OperationGraph, order: Ints, costs: SliceCosts, most: in
     part = np.minimum((work[1:count] / (work[-1] or 1.0) * most).astype(np.int64), most - 1)
     by_bytes = np.lexsort((passing, part))
     _, firsts = np.unique(part[by_bytes], return_index=True)
-    return np.sort(by_bytes[firsts]) + 1
+    between = np.flatnonzero(np.diff(np.array(graph.share_of)[order]))
+    return np.union1d(by_bytes[firsts], between) + 1
 
 
 def _passing_bytes(graph: OperationGraph, order: Ints) -> Floats:

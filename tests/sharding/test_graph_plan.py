@@ -15,7 +15,6 @@ from nesa_node.sharding.graph_plan import (
     MAX_PLAN_BYTES,
     GraphPlan,
     PieceWork,
-    Share,
     check_plan,
     cut_evenly,
     decode_plan,
@@ -23,7 +22,14 @@ from nesa_node.sharding.graph_plan import (
     find_interface,
     measure_work,
 )
-from nesa_node.sharding.operation_graph import Machine, Operation, OperationGraph, Value, block_cost
+from nesa_node.sharding.operation_graph import (
+    Machine,
+    Operation,
+    OperationGraph,
+    Share,
+    Value,
+    block_cost,
+)
 from tests.sharding.random_graphs import random_graph
 
 DIGEST = bytes(range(32))
@@ -175,13 +181,15 @@ def test_a_piece_is_of_one_share_alone() -> None:
         )
         for value in one.values
     ]
-    both = OperationGraph(one.operations * 2, (*one.values, *values))
     first, second = tuple(range(6)), tuple(range(6, 12))
-    cut = cut_evenly(both, 4, [Share(first, 1), Share(second, 10)])
-    assert cut == (first, (6, 7), (8, 9), (10, 11))
-    assert cut_evenly(both, 2, [Share(first, 1), Share(second, 10)]) == (first, second)
+    shares = Share(first, 1), Share(second, 10)
+    both = OperationGraph(one.operations * 2, (*one.values, *values), (), shares)
+    assert cut_evenly(both, 4) == (first, (6, 7), (8, 9), (10, 11))
+    assert cut_evenly(both, 2) == (first, second)
     with pytest.raises(ConfigError, match="1 pieces: a pipeline of 2 networks has 2 to 12"):
-        cut_evenly(both, 1, [Share(first, 1), Share(second, 10)])
+        cut_evenly(both, 1)
     with pytest.raises(ConfigError, match="13 pieces: "):
-        cut_evenly(both, 13, [Share(first, 1), Share(second, 10)])
-    assert len(cut_evenly(both, 12, [Share(first, 1), Share(second, 10)])) == 12
+        cut_evenly(both, 13)
+    assert len(cut_evenly(both, 12)) == 12
+    with pytest.raises(UnsupportedFeatureError, match="a piece of two networks"):
+        check_plan(plan_of(first[:5], (5, 6), second[1:]), both, DIGEST, VERSIONS)

@@ -27,9 +27,13 @@ def print_partition(graph: OperationGraph, found: GraphPartition, out: TextIO) -
         f"{len(graph)} operations, {graph.total_flop / 1e9:.1f} GFLOP, "
         f"{graph.total_parameter_bytes / 1e6:,.1f} MB of weights"
     )
+    if graph.shares:
+        runs = ", ".join(f"{share.name} {_times(share.runs)}" for share in graph.shares)
+        console.print(f"a request runs {runs}: figures are for all runs")
     table = make_plain_table()
-    for name in ("piece", "machine", "operations", "from"):
-        table.add_column(name, justify="left" if name == "from" else "right", no_wrap=True)
+    begins = "network" if graph.shares else "from"
+    for name in ("piece", "machine", "operations", begins):
+        table.add_column(name, justify="left" if name == begins else "right", no_wrap=True)
     for name in ("receive", "work", "overflow", "send", "total", "weights", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, piece in enumerate(found.pieces, start=1):
@@ -62,18 +66,26 @@ def _cells(
     graph: OperationGraph, number: int, piece: Piece, bottleneck_s: float
 ) -> list[str | Text]:
     cost = piece.cost
-    first = graph.operations[piece.operations[0]].name if piece.operations else "-"
+    begins = "-"
+    if piece.operations:
+        first = piece.operations[0]
+        share = graph.shares[graph.share_of[first]] if graph.shares else None
+        begins = graph.operations[first].name if share is None else share.name
     slowest = cost.total_s == bottleneck_s
     return [
         str(number),
         str(piece.machine + 1),
         str(len(piece.operations)),
-        first if len(first) <= 24 else first[:23] + "…",
+        begins if len(begins) <= 24 else begins[:23] + "…",
         *(_ms(getattr(cost, part)) for part in _PARTS),
         Text(_ms(cost.total_s), style="bold" if slowest else ""),
         f"{cost.parameter_bytes / 1e6:,.1f} MB",
         f"{cost.peak_bytes / 1e6:,.1f} MB",
     ]
+
+
+def _times(runs: int) -> str:
+    return "once" if runs == 1 else f"{runs} times"
 
 
 def _ms(seconds: float) -> str:

@@ -23,7 +23,7 @@ from nesa_node.core.errors import (
 )
 from nesa_node.core.logging import get_logger
 from nesa_node.engine.graphs.decoder_cache import capture_with_cache, is_generating
-from nesa_node.engine.graphs.text_to_image import PipelineNetworks
+from nesa_node.engine.graphs.text_to_image import PipelineNetworks, divide_graph
 from nesa_node.engine.weights.families import check_counts, parse_config, read_raw_config
 from nesa_node.engine.weights.pipeline_folder import (
     DECODER,
@@ -68,15 +68,9 @@ def capture_model(
     On the meta device, which a model larger than this machine needs, or without `without_memory`
     as nodes capture it: there the graph may differ in its smallest operations.
 
-    Raises as `make_model` does, `UnsupportedFeatureError` where the model's course depends on
-    values, and `UnsupportedModelError` for a pipeline of several networks.
+    Raises as `make_model` does, and `UnsupportedFeatureError` where the model's course depends on
+    values.
     """
-    if is_pipeline(folder):
-        parts = sorted(path.parent.name for path in folder.glob("*/config.json"))
-        raise UnsupportedModelError(
-            f"{name} is a pipeline of several networks: give one of its folders, on this machine"
-            + (f" ({', '.join(parts)})" if parts else "")
-        )
     with torch.device("meta" if without_memory else "cpu"):
         return capture_network(make_model(folder, name=name, dtype=dtype), sizes)
 
@@ -93,7 +87,10 @@ def capture_network(model: nn.Module, sizes: RequestSizes) -> CapturedModel:
             return capture_with_cache(model, inputs)
         except UnsupportedFeatureError as error:
             log.info("captured_without_cache", reason=str(error))
-    return capture(model, (), inputs)
+    captured = capture(model, (), inputs)
+    if isinstance(model, PipelineNetworks):
+        return divide_graph(captured, [name for name, _ in model.named_children()])
+    return captured
 
 
 def make_model(folder: Path, *, name: str, dtype: torch.dtype) -> nn.Module:

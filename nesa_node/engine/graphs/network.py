@@ -19,16 +19,14 @@ from nesa_node.core.ids import ModelId
 from nesa_node.engine.graphs.decoder_cache import DECODER_INPUT, PAST, PREFIX
 from nesa_node.engine.graphs.model_graph import RequestSizes, capture_network, make_model
 from nesa_node.engine.graphs.piece import PieceProgram, build_piece
-from nesa_node.engine.graphs.text_to_image import TYPICAL_STEPS, PipelineNetworks
+from nesa_node.engine.graphs.text_to_image import PipelineNetworks
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.files import Progress
-from nesa_node.engine.weights.pipeline_folder import DENOISERS
 from nesa_node.engine.weights.skeleton import ModelTensors
 from nesa_node.sharding.capture import CapturedModel
 from nesa_node.sharding.dependence import find_fixed_values
 from nesa_node.sharding.graph_plan import (
     GraphPlan,
-    Share,
     SpanInterface,
     check_plan,
     cut_evenly,
@@ -229,49 +227,23 @@ class Network:
 
     def outputs(self, part: str | None = None) -> tuple[int, ...]:
         """The values that the model returns, or one part of a pipeline."""
-        values = enumerate(self.captured.graph.values)
-        return tuple(
-            index
-            for index, value in values
-            if value.is_output and part in (None, self._part_of[index])
-        )
-
-    @cached_property
-    def _part_of(self) -> Sequence[str]:
-        """The part of each value."""
         graph = self.captured.graph
-        found = [""] * len(graph.values)
-        for name, index in self._inputs.items():
-            if index is not None:
-                found[index] = name.partition(".")[0]
-        for inputs, outputs in zip(graph.inputs, graph.outputs, strict=True):
-            for index in outputs:
-                found[index] = found[inputs[0]]
-        return found
+        outputs = [index for index, value in enumerate(graph.values) if value.is_output]
+        if part is None:
+            return tuple(outputs)
+        share, values = self.parts.index(part), graph.values
+        return tuple(
+            index for index in outputs if graph.share_of[values[index].operations[0]] == share
+        )
 
     def make_plan(self, count: int) -> GraphPlan:
         """A plan of `count` pieces for equal machines. Raises `ConfigError`."""
-        pieces = cut_evenly(self.captured.graph, count, self._find_shares())
+        pieces = cut_evenly(self.captured.graph, count)
         return make_plan(self.captured, pieces, self.dtype, self.sizes)
-
-    def _find_shares(self) -> Sequence[Share]:
-        """The operations of each part, which are in no piece of another one's."""
-        part_of = [self._part_of[outputs[0]] for outputs in self.captured.graph.outputs]
-        return [
-            Share(
-                tuple(index for index, found in enumerate(part_of) if found == part),
-                TYPICAL_STEPS if part in DENOISERS else 1,
-            )
-            for part in self.parts
-        ]
 
     def check_plan(self, plan: GraphPlan) -> None:
         """Raise `UnsupportedFeatureError` for a plan of another graph."""
         check_plan(plan, self.captured.graph, self.captured.digest, library_versions())
-        graph = self.captured.graph
-        for piece in plan.pieces if self.parts else ():
-            if len({self._part_of[graph.outputs[each][0]] for each in piece}) > 1:
-                raise UnsupportedFeatureError("the plan has a piece of two networks of a pipeline")
 
     def build_piece(self, operations: Sequence[int], device: torch.device) -> PieceProgram:
         """The code of a piece, without weights. Raises `UnsupportedFeatureError`."""

@@ -335,7 +335,8 @@ def open_checkpoint(
 
 
 def fetch_config(model: str, *, cache_dir: Path) -> Path:
-    """The folder of a model's `config.json`, found as `open_checkpoint` does.
+    """The folder of a model's `config.json`, or a pipeline's several, found as `open_checkpoint`
+    does.
 
     Of a repository on the hub nothing else is downloaded. Blocks the thread. Raises
     `ModelNotFoundError`, `CorruptCheckpointError` and `DiskLimitError`.
@@ -343,7 +344,12 @@ def fetch_config(model: str, *, cache_dir: Path) -> Path:
     if (folder := _find_folder(model, None, cache_dir)) is not None:
         return folder
     repository = _open_repository(HfApi(), model, None, cache_dir)
-    return repository.download([name for name in _FIRST_FILES[:2] if name in repository.files])
+    files = repository.files
+    folder = repository.download([name for name in _FIRST_FILES[:2] if name in files])
+    if is_pipeline(folder):
+        parts = read_pipeline_index(folder, name=model, present=files).parts
+        repository.download(f"{part}/config.json" for part in parts)
+    return folder
 
 
 def _find_folder(model: str, revision: str | None, cache_dir: Path) -> Path | None:

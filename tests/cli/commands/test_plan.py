@@ -10,6 +10,8 @@ import pytest
 from transformers import ViTConfig
 
 from nesa_node.cli.app import run_command
+from nesa_node.sharding.graph_plan import decode_plan
+from tests.engine.tiny_pipelines import save_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,19 @@ def test_machines_further_apart(
     pieces = json.loads(capsys.readouterr().out)["pieces"]
     busy = {piece["machine"] for piece in pieces if piece["operations"]}
     assert busy in ({1, 2}, {3, 4})
+
+
+@pytest.mark.timeout(180)
+def test_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its denoiser, which runs for each step, has most of the machines."""
+    save_pipeline("StableDiffusionPipeline", tmp_path)
+    plan = tmp_path / "plan.json"
+    assert run_command(["plan", str(tmp_path), "--nodes", "5", "--out", str(plan), *FEW]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "runs text_encoder once, unet 40 times, vae once" in lines[1]
+    networks = [line.split()[3] for line in lines[3:8]]
+    assert sorted(networks) == ["text_encoder", "unet", "unet", "unet", "vae"]
+    assert len(decode_plan(plan.read_bytes(), where=str(plan)).pieces) == 5
 
 
 def test_machines_that_only_slow_it_down(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,9 @@ from nesa_node.core.errors import (
     UnsupportedModelError,
 )
 from nesa_node.engine.graphs.model_graph import RequestSizes, capture_model
+from nesa_node.engine.graphs.text_to_image import TYPICAL_STEPS
 from nesa_node.sharding.capture import CapturedModel
+from tests.engine.tiny_pipelines import save_pipeline
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 MODELS: dict[str, PreTrainedConfig] = {
@@ -177,12 +179,21 @@ def test_configs_that_diffusers_refuses(
 
 
 def test_a_pipeline_is_several_networks(tmp_path: Path) -> None:
-    parts = ("text_encoder", "unet", "vae")
-    components = {part: ["diffusers", "Any"] for part in parts}
-    index = {"_class_name": "AnyPipeline", **components}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    for part in parts:
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "config.json").write_text("{}")
-    with pytest.raises(UnsupportedModelError, match=r"this machine \(text_encoder, unet, vae\)"):
-        _capture(tmp_path)
+    save_pipeline("StableDiffusionXLPipeline", tmp_path)
+    captured = _capture(tmp_path)
+    graph = captured.graph
+    assert [(share.name, share.runs) for share in graph.shares] == [
+        ("text_encoder", 1),
+        ("text_encoder_2", 1),
+        ("unet", TYPICAL_STEPS),
+        ("vae", 1),
+    ]
+    for share in graph.shares:
+        modules = {
+            node.meta["nn_module_stack"].popitem()[1][0].split(".")[0]
+            for operation in share.operations
+            for name in captured.nodes[operation]
+            for node in captured.program.graph.nodes
+            if node.name == name and node.meta.get("nn_module_stack")
+        }
+        assert modules <= {share.name, ""}
