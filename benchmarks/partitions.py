@@ -47,7 +47,7 @@ DEFAULTS = Options(
     batches=(100, 300, 1000, 3000, 10_000, 30_000),
 )
 QUICK = Options(nodes=(3,), bandwidths_mbit=(10_000,), seconds=0.5, runs=1, batches=(100,))
-QUICK_MODELS = ("ResNet-50", "ViT-B/16")
+QUICK_MODELS = ("ResNet-101", "ViT-L/16")
 GROWTH_MACHINES = 64
 SEARCH_FACTOR = 30
 """Times `seconds` that the search of a large made-up graph takes: a minute by default."""

@@ -22,27 +22,37 @@ def _image(size: int, channels: int = 3) -> torch.Tensor:
 
 
 def _vit() -> tuple[nn.Module, dict[str, Any]]:
-    model = transformers.ViTForImageClassification(transformers.ViTConfig())
+    config = transformers.ViTConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
+    model = transformers.ViTForImageClassification(config)
     return model, {"pixel_values": _image(224)}
 
 
 def _bert() -> tuple[nn.Module, dict[str, Any]]:
-    model = transformers.BertForSequenceClassification(transformers.BertConfig())
+    config = transformers.BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
+    model = transformers.BertForSequenceClassification(config)
     return model, {"input_ids": _ids(128)}
 
 
 def _resnet() -> tuple[nn.Module, dict[str, Any]]:
-    model = transformers.ResNetForImageClassification(transformers.ResNetConfig())
+    model = transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(depths=[3, 4, 23, 3])
+    )
     return model, {"pixel_values": _image(224)}
 
 
 def _convnext() -> tuple[nn.Module, dict[str, Any]]:
-    model = transformers.ConvNextForImageClassification(transformers.ConvNextConfig())
+    config = transformers.ConvNextConfig(depths=[3, 3, 27, 3], hidden_sizes=[128, 256, 512, 1024])
+    model = transformers.ConvNextForImageClassification(config)
     return model, {"pixel_values": _image(224)}
 
 
 def _swin() -> tuple[nn.Module, dict[str, Any]]:
-    model = transformers.SwinForImageClassification(transformers.SwinConfig())
+    config = transformers.SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32])
+    model = transformers.SwinForImageClassification(config)
     return model, {"pixel_values": _image(224)}
 
 
@@ -148,15 +158,15 @@ def _vae() -> tuple[nn.Module, dict[str, Any]]:
         block_out_channels=(128, 256, 512, 512),
         layers_per_block=2,
     )
-    return model.decoder, {"sample": _image(64, 4)}
+    return model, {"sample": _image(512)}
 
 
 MODELS: Mapping[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
-    "ViT-B/16": _vit,
-    "BERT-base": _bert,
-    "ResNet-50": _resnet,
-    "ConvNeXt-T": _convnext,
-    "Swin-T": _swin,
+    "ViT-L/16": _vit,
+    "BERT-large": _bert,
+    "ResNet-101": _resnet,
+    "ConvNeXt-B": _convnext,
+    "Swin-B": _swin,
     "SegFormer-B2": _segformer,
     "DETR R50": _detr,
     "CLIP ViT-B/32": _clip,
@@ -166,7 +176,7 @@ MODELS: Mapping[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "Llama 3.2 1B": _llama,
     "SD 1.5 UNet": _unet,
     "SD 3 transformer": _sd3,
-    "SD 1.5 VAE decoder": _vae,
+    "SD 1.5 VAE": _vae,
 }
 
 
