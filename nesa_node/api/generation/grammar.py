@@ -84,7 +84,7 @@ class GrammarCompiler:
     def open_matchers(self, grammar: str, count: int) -> Iterator[list[GrammarMatcher]]:
         """Matchers of a checked grammar for `count` answers, within the limit `MAX_MATCHERS`.
 
-        Raises `ValueError` as `follow` does or for more answers than the limit, and `HttpProblem`
+        Raises `ValueError` as `compile` does or for more answers than the limit, and `HttpProblem`
         as `FairSlots` does.
         """
         if count > _matcher_shares.num_slots:
@@ -145,7 +145,7 @@ class GrammarMatcher:
     def accept_token(self, token_id: int) -> bool:
         """Advance by an allowed token; True if the answer is complete.
 
-        Raises `ValueError` as `allowed` does: a matcher that failed also reports that it stopped.
+        Raises `ValueError` as `allowed_mask` does: a matcher that failed also reports that it stopped.
         """
         with self._charge_cpu_time():
             self._matcher.consume_token(token_id)
