@@ -145,7 +145,8 @@ class GrammarMatcher:
     def accept_token(self, token_id: int) -> bool:
         """Advance by an allowed token; True if the answer is complete.
 
-        Raises `ValueError` as `allowed_mask` does: a matcher that failed also reports that it stopped.
+        Raises `ValueError` as `allowed_mask` does: a matcher that failed also reports that it
+        stopped.
         """
         with self._charge_cpu_time():
             self._matcher.consume_token(token_id)
