@@ -25,7 +25,7 @@ class MachineRow(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = ""
-    """By which tables `[[link]]` name it: of `count` machines the name of each."""
+    """Unique among the tables; of `count` machines the name of each."""
     count: int = Field(1, ge=1, le=MAX_MACHINES)
     tflops: float = Field(10.0, gt=0, allow_inf_nan=False)
     memory_gb_per_s: float = Field(300.0, gt=0, allow_inf_nan=False)
@@ -49,18 +49,19 @@ class LinkRow(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     between: tuple[str, str]
-    """Names of machines; twice the same one: among those of this name."""
+    """Names of machines; the same one twice: each two of its machines."""
     mbit_per_s: float = Field(gt=0, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedMachines:
-    """K machines, and rates between pairs of them [K, K] in bytes/s, infinite where a machine's own
-    link says all; None: everywhere.
-    """
+    """K machines with names, and rates between pairs of them."""
 
     machines: list[Machine]
+    names: list[str]
+    """Of each machine; empty for one without."""
     pair_rates_KK: Floats | None = None
+    """[K, K] in bytes/s, infinite where only the machines' own links limit; None: everywhere."""
 
 
 def read_machines(path: Path) -> PlannedMachines:
@@ -70,12 +71,16 @@ def read_machines(path: Path) -> PlannedMachines:
         document = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    tables = [document.get("machine"), document.get("link", [])]
-    if document.keys() - {"machine", "link"} or not all(isinstance(each, list) for each in tables):
+    tables, links = document.get("machine"), document.get("link", [])
+    if document.keys() - {"machine", "link"} or not tables or not _are_lists(tables, links):
         raise ConfigError(
             f"{where}: expected tables [[machine]], perhaps [[link]], and nothing else"
         )
-    return parse_machines(document["machine"], where, tables[1])
+    return parse_machines(tables, where, links)
+
+
+def _are_lists(*tables: object) -> bool:
+    return all(isinstance(each, list) for each in tables)
 
 
 def parse_machines(
@@ -85,22 +90,34 @@ def parse_machines(
     those of `LinkRow`. Raises `ConfigError`.
     """
     rows = _parse_rows(MachineRow, tables, f"{where}: machine")
+    for number, row in enumerate(rows, start=1):
+        if row.name and row.name in (each.name for each in rows[: number - 1]):
+            raise ConfigError(f"{where}: machine {number}: another one has the name {row.name!r}")
     names = [row.name for row in rows for _ in range(row.count)]
     if len(names) > MAX_MACHINES:
         raise ConfigError(f"{len(names)} machines: at most {MAX_MACHINES}")
     machines = [row.machine() for row in rows for _ in range(row.count)]
     if not links:
-        return PlannedMachines(machines)
+        return PlannedMachines(machines, names)
     rates_KK = np.full((len(names), len(names)), np.inf)
     for number, link in enumerate(_parse_rows(LinkRow, links, f"{where}: link"), start=1):
-        for name in link.between:
-            if not name or name not in names:
-                raise ConfigError(f"{where}: link {number}: no machine has the name {name!r}")
         one, other = (
-            [place for place, named in enumerate(names) if named == name] for name in link.between
+            [place for place, named in enumerate(names) if named and named == name]
+            for name in link.between
         )
-        rates_KK[np.ix_(one, other)] = rates_KK[np.ix_(other, one)] = 1e6 * link.mbit_per_s / 8
-    return PlannedMachines(machines, rates_KK)
+        pairs = [(i, j) for i in one for j in other if i != j]
+        reason = ""
+        if missing := [name for name in link.between if not name or name not in names]:
+            reason = f"no machine has the name {missing[0]!r}"
+        elif not pairs:
+            reason = f"there is one machine {link.between[0]!r}"
+        elif rates_KK[pairs[0]] < np.inf:
+            reason = "a link before it has the same pair"
+        if reason:
+            raise ConfigError(f"{where}: link {number}: {reason}")
+        for i, j in pairs:
+            rates_KK[i, j] = rates_KK[j, i] = 1e6 * link.mbit_per_s / 8
+    return PlannedMachines(machines, names, rates_KK)
 
 
 def _parse_rows(kind: type[_Row], tables: Sequence[object], where: str) -> list[_Row]:
@@ -111,5 +128,8 @@ def _parse_rows(kind: type[_Row], tables: Sequence[object], where: str) -> list[
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "it"
-            raise ConfigError(f"{where} {number}: {key}: {first['msg']}") from error
+            message = first["msg"]
+            if key.startswith("between"):
+                key, message = "between", "two names of machines are expected"
+            raise ConfigError(f"{where} {number}: {key}: {message}") from error
     return rows

@@ -153,13 +153,13 @@ def find_interface(graph: OperationGraph, operations: Sequence[int]) -> SpanInte
 
 
 def measure_work(graph: OperationGraph, operations: Sequence[int]) -> PieceWork:
-    """What a piece of these operations takes."""
+    """What a request's runs of a piece of these operations take."""
     interface = find_interface(graph, operations)
     return PieceWork(
-        flop=sum(graph.operations[each].flop for each in operations),
+        flop=sum(graph.operations[each].flop * graph.runs[each] for each in operations),
         weight_bytes=graph.count_parameter_bytes(operations),
-        received_bytes=sum(graph.values[each].size_bytes for each in interface.received),
-        sent_bytes=sum(graph.values[each].size_bytes for each in interface.sent),
+        received_bytes=sum(graph.request_bytes(graph.values[each]) for each in interface.received),
+        sent_bytes=sum(graph.request_bytes(graph.values[each]) for each in interface.sent),
     )
 
 

@@ -261,8 +261,9 @@ def _choose_operations(reaches: Bools, weight_N: Floats, left: Ints) -> tuple[In
     ones first.
 
     Weights are seconds of work and of sending what they make. First come heavy operations of which
-    no two can run beside each other, such as one of two towers, then those that few of the rest can
-    run beside, for their weight. Sets are bits of the operations' places among those compared.
+    no two can run beside each other, such as those of one of two towers, then those that few of the
+    rest can run beside, for their weight. Sets are bits of the operations' places among those
+    compared.
     """
     if len(left) > MAX_SETS:
         left = left[np.argsort(-weight_N[left], kind="stable")[:MAX_SETS]]

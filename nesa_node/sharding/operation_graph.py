@@ -148,7 +148,8 @@ class OperationGraph:
 
     def request_bytes(self, value: Value) -> float:
         """Bytes of all that a value is during a request."""
-        return value.size_bytes * max((self.runs[each] for each in value.operations[:1]), default=1)
+        operations = value.operations
+        return value.size_bytes * (self.runs[operations[0]] if operations else 1)
 
     @property
     def total_flop(self) -> float:
@@ -174,7 +175,7 @@ class Machine:
     link_bytes_per_s: float
     """To and from the other machines, in each direction."""
     fast_memory_bytes: float = math.inf
-    """For parameters and values. Parameters that do not fit are read again for each request."""
+    """For parameters and values. Parameters that do not fit are read again in each run."""
     stream_bytes_per_s: float = 1e9
     """At which these are read."""
 
@@ -187,8 +188,11 @@ class Machine:
 
     def work_s(self, graph: OperationGraph) -> Floats:
         """Seconds of a request's runs of each operation [N]."""
-        works = zip(graph.operations, graph.runs, strict=True)
-        return np.array([self.operation_s(each) * runs for each, runs in works])
+        flop_N = np.array([each.flop for each in graph.operations])
+        moved_N = np.array([each.moved_bytes for each in graph.operations])
+        once_N = np.maximum(flop_N / self.flop_per_s, moved_N / self.moved_bytes_per_s)
+        works_N: Floats = once_N * np.array(graph.runs)
+        return works_N
 
     def operation_s(self, operation: Operation) -> float:
         """Seconds of one run: of its arithmetic or of its traffic, the longer."""

@@ -36,7 +36,7 @@ SEARCH_CUTS = 256
 FINALISTS = 3
 """Orders that are cut anywhere, the best of the search."""
 MOST_WEIGHT = 3.0
-"""Of a machine, and the inverse of the least."""
+"""The largest factor by which an estimate slows a machine; the smallest is its inverse."""
 STALE_GENERATIONS = 40
 """Generations without a better candidate after which a search ends."""
 
@@ -132,11 +132,11 @@ class _Search:
         algorithm = _make_algorithm(self._first_keys(seed), crossover)
         from pymoo.core.problem import Problem
 
-        def evaluate(keys_PK: Floats, out: dict[str, Any], *_: Any, **__: Any) -> None:
+        def evaluate(keys_P: Floats, out: dict[str, Any], *_: Any, **__: Any) -> None:
             costs = []
-            for keys_K in keys_PK:
+            for keys in keys_P:
                 late = time.monotonic() - began > budget_s
-                costs.append(np.inf if late and self._costs else self._cost(keys_K))
+                costs.append(np.inf if late and self._costs else self._cost(keys))
             out["F"] = np.array(costs)
 
         problem = Problem(n_var=self.keys, n_obj=1, xl=0.0, xu=1.0)
@@ -174,22 +174,24 @@ class _Search:
         return [candidate for _, candidate in self._best]
 
     def _first_keys(self, seed: int) -> Floats:
-        """Random keys, but for those of three orders [P, N + K]."""
+        """Random keys, but for those of three orders: [P, N], with unequal machines [P, N + K], and
+        with rates of pairs [P, N + 2 K].
+        """
         count, machines = len(self._graph), self._machine_keys
         generator = np.random.default_rng(seed)
-        keys_PK = generator.random((ELITES + OFFSPRING + MUTANTS, self.keys))
-        for keys_K, order in zip(keys_PK, self.known_orders, strict=False):
-            keys_K[order] = np.arange(count) / count
-            keys_K[count : count + machines] = np.arange(machines) / max(1, machines)
-            keys_K[count + machines :] = 0.5
-        return keys_PK
+        keys_P = generator.random((ELITES + OFFSPRING + MUTANTS, self.keys))
+        for keys, order in zip(keys_P, self.known_orders, strict=False):
+            keys[order] = np.arange(count) / count
+            keys[count : count + machines] = np.arange(machines) / max(1, machines)
+            keys[count + machines :] = 0.5
+        return keys_P
 
-    def _cost(self, keys_K: Floats) -> float:
+    def _cost(self, keys: Floats) -> float:
         count, machines = len(self._graph), self._machine_keys
-        order = self._graph.gather(self._orders.by_keys(keys_K[:count].tolist()))
-        places = tuple(np.argsort(keys_K[count : count + machines], kind="stable").tolist())
+        order = self._graph.gather(self._orders.by_keys(keys[:count].tolist()))
+        places = tuple(np.argsort(keys[count : count + machines], kind="stable").tolist())
         places = places or tuple(range(len(self._machines)))
-        weights_K = MOST_WEIGHT ** (2 * keys_K[count + machines :] - 1)
+        weights_K = MOST_WEIGHT ** (2 * keys[count + machines :] - 1)
         known = sha256(order.tobytes() + repr(places).encode() + weights_K.tobytes()).digest()
         if known not in self._costs:
             slicing = self.slice(order, places, weights_K, max_cuts=SEARCH_CUTS)
@@ -199,7 +201,7 @@ class _Search:
         return self._costs[known]
 
 
-def _make_algorithm(first_keys_PK: Floats, crossover: Crossover) -> Any:
+def _make_algorithm(first_keys_P: Floats, crossover: Crossover) -> Any:
     try:
         from pymoo.algorithms.soo.nonconvex.brkga import BRKGA
         from pymoo.core.crossover import Crossover as PymooCrossover
@@ -223,7 +225,7 @@ def _make_algorithm(first_keys_PK: Floats, crossover: Crossover) -> Any:
         n_offsprings=OFFSPRING,
         n_mutants=MUTANTS,
         bias=BIAS,
-        sampling=first_keys_PK,
+        sampling=first_keys_P,
     )
     if crossover == "arithmetic":
         algorithm.mating.crossover = Average()

@@ -35,12 +35,12 @@ class ChainPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairRates:
-    """What is known of pairs of machines, in the machines' order."""
+    """Rates between pairs of machines, in the machines' order, and how slices are cut by them."""
 
     rates_KK: Floats
-    """Bytes/s, symmetric; infinite where the links of both say all."""
+    """Bytes/s, symmetric; infinite where only the machines' own links limit."""
     weights_K: Floats
-    """By how much an estimate of what blocks cost takes each machine to be slower than it is."""
+    """By how much the estimate of what slices cost takes each machine to be slower than it is."""
 
     @classmethod
     def of(cls, rates_KK: Floats) -> PairRates:
@@ -59,6 +59,7 @@ def find_places(machines: Sequence[Machine], pairs: PairRates | None) -> list[Ch
                 machine,
                 flop_per_s=machine.flop_per_s / weight,
                 moved_bytes_per_s=machine.moved_bytes_per_s / weight,
+                link_bytes_per_s=machine.link_bytes_per_s / weight,
                 stream_bytes_per_s=machine.stream_bytes_per_s / weight,
             ),
             min(machine.link_bytes_per_s, before) / weight,

@@ -71,8 +71,10 @@ class SliceCosts:
         """Seconds of all operations before a position [M, N + 1]."""
         made = np.zeros(len(order))
         self._uses: list[list[tuple[int, float]]] = [[] for _ in order]
+        self._input_uses: list[list[tuple[int, float]]] = [[] for _ in order]
         self._last_uses: list[list[tuple[int, float]]] = [[] for _ in order]
         self._leaving = np.zeros(len(order))
+        self._outputs = np.zeros(len(order))
         self._index_values(made)
         self._made = made
         self._parameter_uses: list[list[tuple[int, float]]] = [[] for _ in order]
@@ -87,12 +89,14 @@ class SliceCosts:
                 raise ValueError("an order in which a value is used before it is made")
             if first >= 0:
                 made[first] += value.size_bytes
-                if value.is_output or used:
+                if value.is_output:
+                    self._outputs[first] += value.size_bytes
+                elif used:
                     self._leaving[first] += value.size_bytes
-                if used and not value.is_output:
                     self._last_uses[used[-1]].append((first, value.size_bytes))
+            uses = self._uses if first >= 0 else self._input_uses
             for before, position in zip([first, *used], used, strict=False):
-                self._uses[position].append((before, value.size_bytes))
+                uses[position].append((before, value.size_bytes))
 
     def _index_parameters(self) -> None:
         latest: dict[int, int] = {}
@@ -108,7 +112,8 @@ class SliceCosts:
 
         Slices whose work alone takes longer than `bound_s` on all machines are left out.
         """
-        received, leaving, held = np.zeros(len(self._order)), self._leaving.copy(), None
+        received, given = np.zeros(len(self._order)), np.zeros(len(self._order))
+        leaving, held = self._leaving.copy(), None
         if self._is_tight:
             held = np.zeros(len(self._order))
         is_end = np.zeros(len(self._order) + 1, dtype=bool)
@@ -118,6 +123,8 @@ class SliceCosts:
             low = max(int(first[last + 1]), int(self._first_of_share[last]))
             for before, size in self._uses[last]:
                 received[max(before + 1, low) : last + 1] += size
+            for before, size in self._input_uses[last]:
+                given[max(before + 1, low) : last + 1] += size
             for made_at, size in self._last_uses[last]:
                 leaving[made_at] -= size
             if held is not None:
@@ -126,7 +133,7 @@ class SliceCosts:
             if is_end[last + 1]:
                 here = starts[np.searchsorted(starts, low) : np.searchsorted(starts, last + 1)]
                 if len(here):
-                    costs = self._costs(low, last + 1, received, leaving, held)
+                    costs = self._costs(low, last + 1, received, given, leaving, held)
                     yield last + 1, here, costs[:, here - low]
 
     def _first_starts(self, bound_s: float) -> Ints:
@@ -138,19 +145,28 @@ class SliceCosts:
         return first
 
     def _costs(
-        self, low: int, end: int, received: Floats, leaving: Floats, held: Floats | None
+        self,
+        low: int,
+        end: int,
+        received: Floats,
+        given: Floats,
+        leaving: Floats,
+        held: Floats | None,
     ) -> Floats:
+        """`received` of other slices, `given` by the network's caller."""
         here = slice(low, end)
         received_S = received[here]
         sent_S = leaving[here][::-1].cumsum()[::-1]
+        network_S = given[here] + self._outputs[here][::-1].cumsum()[::-1]
         beyond_S: Floats | None = None
         if held is not None:
-            used_S = received_S + self._made[here]
+            used_S = received_S + given[here] + self._made[here]
             beyond_S = held[here] + np.maximum.accumulate(used_S[::-1])[::-1]
         costs = np.empty((len(self._places), end - low))
         for place, until, cost_S in zip(self._places, self.work_until, costs, strict=True):
             np.divide(received_S, place.receive_bytes_per_s, out=cost_S)
             cost_S += sent_S / place.send_bytes_per_s
+            cost_S += network_S / place.machine.link_bytes_per_s
             room = place.machine.fast_memory_bytes
             if beyond_S is not None and room < math.inf:
                 cost_S += np.maximum(beyond_S - room, 0.0) / place.machine.stream_bytes_per_s

@@ -78,6 +78,17 @@ def test_machines_far_apart_are_no_neighbours() -> None:
     assert found.bottleneck_s == pytest.approx(1 + 50 / 1000 + 0.1)
 
 
+def test_what_the_network_gets_and_gives_passes_no_pair() -> None:
+    """One machine alone is best, however slow the way to the other one is."""
+    operations = tuple(Operation(f"op_{index}", "kernel", 1, 0) for index in range(2))
+    values = (Value(1000, None, (0,)), Value(10, 0, (1,)), Value(1000, 1, (), True))
+    graph = OperationGraph(operations, values)
+    rates_KK = np.array([[math.inf, 1], [1, math.inf]])
+    machines = [Machine(10, 1e9, 1000)] * 2
+    found = find_partition(graph, machines, seed=0, budget_s=5, pair_rates_KK=rates_KK)
+    assert found.bottleneck_s == pytest.approx(0.2 + 2)
+
+
 def exhaustive_by_pairs_s(
     graph: OperationGraph, machines: list[Machine], rates_KK: Floats
 ) -> float:
@@ -107,7 +118,7 @@ def exhaustive_by_pairs_s(
 @pytest.mark.timeout(180)
 def test_small_graphs_with_pairs_are_solved() -> None:
     matches = 0
-    for seed in range(12):
+    for seed in range(20):
         rng = random.Random(seed)
         graph = random_graph(rng.randint(3, 6), rng)
         kinds = [random_machine(rng) for _ in range(2)]
@@ -121,4 +132,4 @@ def test_small_graphs_with_pairs_are_solved() -> None:
         assert found.bound_s <= best * (1 + 1e-9)
         assert found.bottleneck_s >= best * (1 - 1e-9)
         matches += found.bottleneck_s <= best * (1 + 1e-9)
-    assert matches >= 11
+    assert matches >= 18

@@ -26,7 +26,8 @@ def plan(
     model: Annotated[
         str,
         Parameter(
-            help="A folder with a config.json of transformers, or a model's name on the hub."
+            help="A folder with a config.json of transformers or diffusers, or with several "
+            "networks of diffusers, or a model's name on the hub."
         ),
     ],
     /,
@@ -50,7 +51,7 @@ def plan(
         float,
         Parameter(
             group=MACHINES_GROUP,
-            help="Rate at which weights that do not fit are read again for each request.",
+            help="Rate at which weights that do not fit are read again in each run.",
         ),
     ] = 2.0,
     machines: Annotated[
@@ -58,7 +59,8 @@ def plan(
         Parameter(
             group=MACHINES_GROUP,
             help="Unequal ones instead: a TOML file with tables [[machine]] of these keys (with _ "
-            "for -), count and name; and [[link]] where two are further apart.",
+            "for -), count and name; and tables [[link]] with between (two names) and mbit_per_s "
+            "where two are slower than their links.",
         ),
     ] = None,
     batch: Annotated[int, Parameter(group=REQUEST_GROUP, help="Items of a request.")] = 1,
@@ -146,11 +148,11 @@ def plan(
         pieces = [piece.operations for piece in found.pieces if piece.operations]
         views.write_plan(make_plan(captured, pieces, getattr(torch, dtype), sizes), out)
     if as_json:
-        views.print_json(captured.graph, found)
+        views.print_json(captured.graph, found, every.names)
     else:
-        views.print_partition(captured.graph, found, sys.stdout)
+        views.print_partition(captured.graph, found, every.names, sys.stdout)
     if svg is not None:
-        views.draw(found, svg)
+        views.draw(found, every.names, svg)
     return 0
 
 

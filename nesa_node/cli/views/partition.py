@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
@@ -21,7 +22,9 @@ _PARTS = ("receive_s", "work_s", "overflow_s", "send_s")
 _PIPE_WIDTH = 110
 
 
-def print_partition(graph: OperationGraph, found: GraphPartition, out: TextIO) -> None:
+def print_partition(
+    graph: OperationGraph, found: GraphPartition, names: Sequence[str], out: TextIO
+) -> None:
     console = make_console(out, _PIPE_WIDTH)
     console.print(
         f"{len(graph)} operations, {graph.total_flop / 1e9:.1f} GFLOP, "
@@ -37,7 +40,8 @@ def print_partition(graph: OperationGraph, found: GraphPartition, out: TextIO) -
     for name in ("receive", "work", "overflow", "send", "total", "weights", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, piece in enumerate(found.pieces, start=1):
-        table.add_row(*_cells(graph, number, piece, found.bottleneck_s))
+        cells = _cells(graph, piece, found.bottleneck_s)
+        table.add_row(str(number), _machine(piece, names), *cells)
     console.print(table)
     if idle := sum(not piece.operations for piece in found.pieces):
         console.print(
@@ -62,19 +66,24 @@ def show_progress(progress: SearchProgress) -> None:
         print(f"\r{line:<40}", end="", file=sys.stderr, flush=True)
 
 
-def _cells(
-    graph: OperationGraph, number: int, piece: Piece, bottleneck_s: float
-) -> list[str | Text]:
+def _machine(piece: Piece, names: Sequence[str]) -> str:
+    return f"{piece.machine + 1} {names[piece.machine]}".strip()
+
+
+def _network(graph: OperationGraph, piece: Piece) -> str | None:
+    """Of a pipeline the one that the piece is of."""
+    if not graph.shares or not piece.operations:
+        return None
+    return graph.shares[graph.share_of[piece.operations[0]]].name
+
+
+def _cells(graph: OperationGraph, piece: Piece, bottleneck_s: float) -> list[str | Text]:
     cost = piece.cost
     begins = "-"
     if piece.operations:
-        first = piece.operations[0]
-        share = graph.shares[graph.share_of[first]] if graph.shares else None
-        begins = graph.operations[first].name if share is None else share.name
+        begins = _network(graph, piece) or graph.operations[piece.operations[0]].name
     slowest = cost.total_s == bottleneck_s
     return [
-        str(number),
-        str(piece.machine + 1),
         str(len(piece.operations)),
         begins if len(begins) <= 24 else begins[:23] + "…",
         *(_ms(getattr(cost, part)) for part in _PARTS),
@@ -92,7 +101,7 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def print_json(graph: OperationGraph, found: GraphPartition) -> None:
+def print_json(graph: OperationGraph, found: GraphPartition, names: Sequence[str]) -> None:
     document = {
         "operations": len(graph),
         "flop": graph.total_flop,
@@ -102,9 +111,12 @@ def print_json(graph: OperationGraph, found: GraphPartition) -> None:
         "gap": found.gap,
         "kahn_s": found.kahn_s,
         "generations": found.generations,
+        "networks": [{"name": share.name, "runs": share.runs} for share in graph.shares],
         "pieces": [
             {
                 "machine": piece.machine + 1,
+                "name": names[piece.machine],
+                "network": _network(graph, piece),
                 "operations": [graph.operations[each].name for each in piece.operations],
                 **asdict(piece.cost),
                 "total_s": piece.cost.total_s,
@@ -124,7 +136,7 @@ def check_svg(path: Path) -> None:
         raise ConfigError(f"--svg {path}: there is no folder {path.absolute().parent}")
 
 
-def draw(found: GraphPartition, path: Path) -> None:
+def draw(found: GraphPartition, names: Sequence[str], path: Path) -> None:
     """Draw what each piece's time is made of, and the bound."""
     from matplotlib.figure import Figure
 
@@ -137,14 +149,14 @@ def draw(found: GraphPartition, path: Path) -> None:
         axis.barh(rows, widths, left=done, label=part.removesuffix("_s"))
         done = [left + width for left, width in zip(done, widths, strict=True)]
     axis.axvline(1000 * found.bound_s, color="black", linestyle="--", label="bound")
-    names = [
-        f"{number}: machine {piece.machine + 1}, {len(piece.operations)} operations"
+    titles = [
+        f"{number}: machine {_machine(piece, names)}, {len(piece.operations)} operations"
         for number, piece in enumerate(found.pieces, start=1)
     ]
-    axis.set_yticks(rows, names)
+    axis.set_yticks(rows, titles)
     axis.invert_yaxis()
     axis.set_xlabel("ms of a request")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.9 / (2 + len(names))), ncols=5)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.9 / (2 + len(titles))), ncols=5)
     try:
         figure.savefig(path)
     except OSError as error:

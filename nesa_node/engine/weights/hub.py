@@ -338,8 +338,8 @@ def fetch_config(model: str, *, cache_dir: Path) -> Path:
     """The folder of a model's `config.json`, or a pipeline's several, found as `open_checkpoint`
     does.
 
-    Of a repository on the hub nothing else is downloaded. Blocks the thread. Raises
-    `ModelNotFoundError`, `CorruptCheckpointError` and `DiskLimitError`.
+    Of a repository on the hub nothing but these files is downloaded. Blocks the thread. Raises
+    `ModelNotFoundError`, `CorruptCheckpointError`, `UnsupportedModelError` and `DiskLimitError`.
     """
     if (folder := _find_folder(model, None, cache_dir)) is not None:
         return folder

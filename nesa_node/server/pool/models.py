@@ -110,15 +110,16 @@ def describe_model(checkpoint: Checkpoint) -> tuple[ModelShape, ModelId]:
 def _describe_network(checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[ModelShape, ModelId]:
     """Pieces are blocks, and a request of the usual size is a token."""
     network, plan = make_network(checkpoint, dtype, RequestSizes())
-    operations = network.captured.graph.operations
+    graph = network.captured.graph
+    operations, runs = graph.operations, graph.runs
     shape = ModelShape(
         checkpoint.name,
         {"none": tuple(network.count_weight_bytes(piece) for piece in plan.pieces)},
         {
             "none": tuple(
                 BlockWork(
-                    sum(operations[each].moved_bytes for each in piece),
-                    sum(operations[each].flop for each in piece),
+                    sum(operations[each].moved_bytes * runs[each] for each in piece),
+                    sum(operations[each].flop * runs[each] for each in piece),
                 )
                 for piece in plan.pieces
             )

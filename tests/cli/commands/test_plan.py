@@ -78,6 +78,7 @@ def test_machines_further_apart(
     arguments = ["--machines", str(machines), "--search-s", "3", "--json"]
     assert run_command(["plan", model, *arguments]) == 0
     pieces = json.loads(capsys.readouterr().out)["pieces"]
+    assert {(piece["machine"], piece["name"]) for piece in pieces} == set(enumerate("aabb", 1))
     busy = {piece["machine"] for piece in pieces if piece["operations"]}
     assert busy in ({1, 2}, {3, 4})
 
@@ -138,7 +139,20 @@ def test_bad_input(
         ("[[machine]]\ncount = 1000\n[[machine]]", "1001 machines: at most 1000"),
         ("[[link]]\nbetween = ['a', 'b']\nmbit_per_s = 1", "tables [[machine]]"),
         ("[[machine]]\n[[link]]\nbetween = ['a', '']\nmbit_per_s = 1", "link 1: no machine has"),
-        ("[[machine]]\n[[link]]\nbetween = 'ab'\nmbit_per_s = 1", "link 1: between"),
+        ("[[machine]]\n[[link]]\nbetween = 'ab'\nmbit_per_s = 1", "two names of machines"),
+        ("[[machine]]\n[[link]]\nbetween = ['ab']\nmbit_per_s = 1", "two names of machines"),
+        (
+            "[[machine]]\nname = 'a'\n[[link]]\nbetween = ['a', 'a']\nmbit_per_s = 1",
+            "link 1: there is one machine 'a'",
+        ),
+        (
+            "[[machine]]\nname = 'a'\n[[machine]]\nname = 'b'\n"
+            "[[link]]\nbetween = ['a', 'b']\nmbit_per_s = 1\n"
+            "[[link]]\nbetween = ['b', 'a']\nmbit_per_s = 5",
+            "link 2: a link before it has the same pair",
+        ),
+        ("[[machine]]\nname = 'a'\n[[machine]]\nname = 'a'", "machine 2: another one has the name"),
+        ("machine = []", "tables [[machine]]"),
         (
             "[[machine]]\nname = 'a'\n[[link]]\nbetween = ['a', 'a']\nmbit_per_s = 0",
             "link 1: mbit_per_s",
