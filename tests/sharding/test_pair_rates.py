@@ -12,8 +12,9 @@ import pytest
 
 from nesa_node.sharding.operation_graph import Floats, Machine, Operation, OperationGraph, Value
 from nesa_node.sharding.order_search import search_orders
-from nesa_node.sharding.pair_rates import block_costs
+from nesa_node.sharding.pair_rates import PairRates, block_costs
 from nesa_node.sharding.partition import find_partition
+from nesa_node.sharding.slicing import slice_order
 from tests.sharding.random_graphs import exhaustive_bottleneck_s, random_graph, random_machine
 
 
@@ -84,9 +85,10 @@ def test_what_the_network_gets_and_gives_passes_no_pair() -> None:
     values = (Value(1000, None, (0,)), Value(10, 0, (1,)), Value(1000, 1, (), True))
     graph = OperationGraph(operations, values)
     rates_KK = np.array([[math.inf, 1], [1, math.inf]])
-    machines = [Machine(10, 1e9, 1000)] * 2
-    found = find_partition(graph, machines, seed=0, budget_s=5, pair_rates_KK=rates_KK)
-    assert found.bottleneck_s == pytest.approx(0.2 + 2)
+    fast, slow = Machine(10, 1e9, 1000), Machine(0.1, 1e9, 1000)
+    for machines in ([fast, slow], [slow, fast]):
+        found = slice_order(graph, np.arange(2), machines, pairs=PairRates.of(rates_KK))
+        assert found.bottleneck_s == pytest.approx(0.2 + 2)
 
 
 def exhaustive_by_pairs_s(
