@@ -11,11 +11,14 @@ Source: section 2.5 of the Nesa paper.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import traceback
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,9 +101,10 @@ def capture(
         program = _export(module, inputs, 0)
     except Exception as error:  # torch raises what its tracers and the module itself raise
         raise UnsupportedFeatureError(
-            f"{type(module).__name__} cannot be captured as a graph: {_first_line(error)}. A graph "
-            "has one course for all values: turn off options that choose by them (caches, early "
-            "exits, dropping of layers), or give inputs of another shape"
+            f"{type(module).__name__} cannot be captured as a graph: {_first_line(error)}"
+            f"{_describe_place(error)}. A graph has one course for all values: turn off options "
+            "that choose by them (caches, early exits, dropping of layers), or give inputs of "
+            "another shape"
         ) from error
     return _Capture(program, inputs).finish()
 
@@ -108,11 +112,20 @@ def capture(
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def _silence_torch() -> None:
+    """Torch prints hundreds of lines about what it cannot trace, beside its error."""
+    from torch.export import _trace
+
+    vars(_trace)["print"] = lambda *_, **__: None
+    logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.ERROR)
+
+
 def _export(
     module: torch.nn.Module, inputs: _Inputs, open_dims: int | None
 ) -> torch.export.ExportedProgram:
     """Trace `module` with the first `open_dims` dimensions of its inputs open; None: all."""
     args, kwargs = inputs
+    _silence_torch()
 
     def open_sizes(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -168,6 +181,19 @@ def _is_mutating(node: Node) -> bool:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
+def _describe_place(error: Exception) -> str:
+    """The line of the module's code that failed, to follow the reason."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.line and frame.filename != __file__ and "torch" not in Path(frame.filename).parts
+    ]
+    if not frames:
+        return ""
+    at = frames[-1]
+    return f', at "{at.line}" ({Path(at.filename).name}, line {at.lineno})'
 
 
 @dataclass(slots=True)

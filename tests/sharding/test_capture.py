@@ -96,13 +96,24 @@ class Failing(nn.Module):
         raise ValueError("")
 
 
-@pytest.mark.parametrize("module", [Choosing(), Failing(), nn.Linear(3, 3)])
-def test_what_cannot_be_captured(module: nn.Module) -> None:
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [
+        (Choosing(), 'at "return values + 1 if values.sum() > 0 else values" (test_capture.py'),
+        (Failing(), 'at "raise ValueError("")" (test_capture.py'),
+        (nn.Linear(3, 3), "same reduction dim"),
+    ],
+)
+def test_what_cannot_be_captured(
+    module: nn.Module, place: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UnsupportedFeatureError, match="cannot be captured") as caught:
         capture(module, (torch.zeros(2),))
     message = str(caught.value)
     assert message.startswith(type(module).__name__)
     assert "\n" not in message
+    assert place in message
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_output_may_be_an_input() -> None:
