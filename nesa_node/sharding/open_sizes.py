@@ -5,7 +5,8 @@ torch.export gives each of them a symbol, and all other sizes as expressions of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,20 +48,40 @@ class OpenSizes:
                     if _is_symbol(size) and size not in values
                 }
         sizes = tuple(values.get(symbol, 0) for symbol in self.symbols)
-        for name, expected, shape in zip(self._names, self._shapes, shapes, strict=True):
+        for index, (name, shape) in enumerate(zip(self._names, shapes, strict=True)):
+            expected = self._shapes[index]
             if len(expected) != len(shape) or tuple(shape) != self.evaluate_all(expected, sizes):
                 raise UnsupportedFeatureError(
                     f"{name} has the shape {list(shape)}, and the graph was captured for "
-                    f"{_show(expected)}"
+                    f"{self._show(index, values)}"
                 )
         for condition in self._conditions:
             if not condition.xreplace(dict(zip(self.symbols, sizes, strict=True))):
                 given = dict(zip(self._names, map(list, shapes), strict=True))
                 raise UnsupportedFeatureError(
                     f"the graph was not captured for inputs of these shapes ({given}): it needs "
-                    f"{condition}"
+                    f"{self._name_sizes(str(condition))}"
                 )
         return sizes
+
+    def _show(self, index: int, values: Mapping[Any, int]) -> str:
+        """The shape of an input, with the sizes that inputs before it have."""
+        before = {size for shape in self._shapes[:index] for size in shape if _is_symbol(size)}
+        shown = (
+            "any" if _is_symbol(size) and size not in before else str(values.get(size, size))
+            for size in self._shapes[index]
+        )
+        return f"[{', '.join(shown)}]"
+
+    def _name_sizes(self, condition: str) -> str:
+        """A condition with names of inputs' dimensions in place of symbols."""
+        names = {
+            str(size): f"{name}.shape[{index}]"
+            for name, shape in zip(self._names, self._shapes, strict=True)
+            for index, size in enumerate(shape)
+            if _is_symbol(size)
+        }
+        return re.sub(r"\w+", lambda found: names.get(found[0], found[0]), condition)
 
     def evaluate(self, size: Any, sizes: Sizes) -> int:
         """The value of an expression of symbols, or of a plain number."""
@@ -102,7 +123,3 @@ def _find_conditions(inputs: Sequence[Node], symbols: set[Any]) -> tuple[Any, ..
                 found = (each.expr for each in guards)
                 return tuple(each for each in found if each.free_symbols <= symbols)
     return ()
-
-
-def _show(shape: Sequence[Any]) -> str:
-    return f"[{', '.join(str(size) for size in shape)}]"
