@@ -32,9 +32,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.footprint import peak_bytes
 from benchmarks.options import Options
 from benchmarks.results import print_table
-from benchmarks.scale import BLOCKS, peak_bytes
+from benchmarks.scale import BLOCKS
 from nesa_node.core.arrays import Bools, Floats, Ints
 from nesa_node.core.ids import Span
 from nesa_node.routing.chain_request import (

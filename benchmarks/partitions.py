@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import random
-import resource
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from benchmarks.footprint import peak_bytes
 from benchmarks.options import Options
 from benchmarks.published_models import MODELS, capture_published
 from benchmarks.results import print_table
@@ -132,7 +132,7 @@ def _grow_alone(count: int, options: Options) -> dict[str, Any]:
 
 
 def _grow(count: int, options: Options) -> dict[str, Any]:
-    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before_mb = peak_bytes() / 1e6
     graph = _made_up(count, random.Random(options.seed))
     machines = [Machine(1e12, 1e11, 1.25e9)] * GROWTH_MACHINES
     order = OrderMaker(graph).breadth_first()
@@ -153,8 +153,8 @@ def _grow(count: int, options: Options) -> dict[str, Any]:
         found = search_orders(graph, machines, seed=options.seed, budget_s=budget_s)
         row |= {"search_s": budget_s, "found_s": found.slicing.bottleneck_s}
         row["generations"] = found.generations
-    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    row |= {"peak_mb": peak_kb / 1024, "above_imports_mb": (peak_kb - before_kb) / 1024}
+    peak_mb = peak_bytes() / 1e6
+    row |= {"peak_mb": peak_mb, "above_imports_mb": peak_mb - before_mb}
     return row
 
 

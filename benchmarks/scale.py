@@ -15,10 +15,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.footprint import peak_bytes
 from benchmarks.options import Options
 from benchmarks.results import print_table
 
@@ -133,14 +133,6 @@ def show(rows: list[dict[str, Any]]) -> None:
             for row in rows
         ],
     )
-
-
-def peak_bytes() -> int:
-    """Of this program alone: `getrusage` would count what the parent had when it forked."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status does not tell the peak of memory")
 
 
 if __name__ == "__main__":

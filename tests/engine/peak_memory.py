@@ -4,7 +4,6 @@ take, and one of its layers in float32.
 
 from __future__ import annotations
 
-import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,15 +11,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.footprint import peak_bytes
 from nesa_node.core.ids import Span
 from nesa_node.engine.model.devices import compute_block_bytes
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.hub import open_checkpoint
 from tests.engine.chained import forward, new_row
-
-
-def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:
@@ -33,11 +29,13 @@ def main() -> None:
     first = load_blocks(checkpoint, Span(0, 1), **how)
     forward(first, torch.randn(4, first.hidden_size), new_row(first))
     del first
-    before = peak()
+    before = peak_bytes()
     # As a daemon does: malloc gives each thread an arena of its own.
     with ThreadPoolExecutor(1) as thread:
         blocks = thread.submit(load_blocks, checkpoint, span, **how).result()
-    print(before, peak(), blocks.weight_bytes, compute_block_bytes(checkpoint, torch.float32)[0])
+    print(
+        before, peak_bytes(), blocks.weight_bytes, compute_block_bytes(checkpoint, torch.float32)[0]
+    )
 
 
 if __name__ == "__main__":
