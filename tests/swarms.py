@@ -25,7 +25,7 @@ from nesa_node.server.node.daemon import serve_node
 from nesa_node.server.node.move_limiter import MoveLimiter
 from nesa_node.swarm.p2p.p2pd import remove_stale_directories
 
-READY_S = 60.0
+READY_S = 120.0
 T = TypeVar("T")
 
 
