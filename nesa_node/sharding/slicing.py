@@ -70,6 +70,11 @@ class SliceCosts:
         self.work_until = np.concatenate([np.zeros((len(places), 1)), work_MN.cumsum(axis=1)], 1)
         """Seconds of all operations before a position [M, N + 1]."""
         made = np.zeros(len(order))
+        self._has_pairs = any(
+            {place.receive_bytes_per_s, place.send_bytes_per_s} != {place.machine.link_bytes_per_s}
+            for place in places
+        )
+        """Without slower pairs, what the network gets and gives passes as all other values do."""
         self._uses: list[list[tuple[int, float]]] = [[] for _ in order]
         self._input_uses: list[list[tuple[int, float]]] = [[] for _ in order]
         self._last_uses: list[list[tuple[int, float]]] = [[] for _ in order]
@@ -90,11 +95,12 @@ class SliceCosts:
             if first >= 0:
                 made[first] += value.size_bytes
                 if value.is_output:
-                    self._outputs[first] += value.size_bytes
+                    sent = self._outputs if self._has_pairs else self._leaving
+                    sent[first] += value.size_bytes
                 elif used:
                     self._leaving[first] += value.size_bytes
                     self._last_uses[used[-1]].append((first, value.size_bytes))
-            uses = self._uses if first >= 0 else self._input_uses
+            uses = self._input_uses if self._has_pairs and first < 0 else self._uses
             for before, position in zip([first, *used], used, strict=False):
                 uses[position].append((before, value.size_bytes))
 
@@ -157,20 +163,24 @@ class SliceCosts:
         here = slice(low, end)
         received_S = received[here]
         sent_S = leaving[here][::-1].cumsum()[::-1]
-        network_S = given[here] + self._outputs[here][::-1].cumsum()[::-1]
         beyond_S: Floats | None = None
         if held is not None:
             used_S = received_S + given[here] + self._made[here]
             beyond_S = held[here] + np.maximum.accumulate(used_S[::-1])[::-1]
         costs = np.empty((len(self._places), end - low))
         for place, until, cost_S in zip(self._places, self.work_until, costs, strict=True):
-            np.divide(received_S, place.receive_bytes_per_s, out=cost_S)
-            cost_S += sent_S / place.send_bytes_per_s
-            cost_S += network_S / place.machine.link_bytes_per_s
+            link = place.machine.link_bytes_per_s
+            if self._has_pairs:
+                np.divide(received_S, place.receive_bytes_per_s, out=cost_S)
+                cost_S += sent_S / place.send_bytes_per_s
+                cost_S += (given[here] + self._outputs[here][::-1].cumsum()[::-1]) / link
+            else:
+                np.divide(received_S + sent_S, link, out=cost_S)
             room = place.machine.fast_memory_bytes
             if beyond_S is not None and room < math.inf:
                 cost_S += np.maximum(beyond_S - room, 0.0) / place.machine.stream_bytes_per_s
-            cost_S *= self._runs[end - 1]
+            if self._runs[end - 1] != 1:
+                cost_S *= self._runs[end - 1]
             cost_S += until[end] - until[here]
         return costs
 
