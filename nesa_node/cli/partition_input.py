@@ -71,16 +71,12 @@ def read_machines(path: Path) -> PlannedMachines:
         document = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    tables, links = document.get("machine"), document.get("link", [])
-    if document.keys() - {"machine", "link"} or not tables or not _are_lists(tables, links):
+    tables, links = document.pop("machine", []), document.pop("link", [])
+    if document or not tables or not isinstance(tables, list) or not isinstance(links, list):
         raise ConfigError(
             f"{where}: expected tables [[machine]], perhaps [[link]], and nothing else"
         )
     return parse_machines(tables, where, links)
-
-
-def _are_lists(*tables: object) -> bool:
-    return all(isinstance(each, list) for each in tables)
 
 
 def parse_machines(
@@ -97,18 +93,23 @@ def parse_machines(
     if len(names) > MAX_MACHINES:
         raise ConfigError(f"{len(names)} machines: at most {MAX_MACHINES}")
     machines = [row.machine() for row in rows for _ in range(row.count)]
-    if not links:
-        return PlannedMachines(machines, names)
+    rates_KK = _parse_links(links, where, names) if links else None
+    return PlannedMachines(machines, names, rates_KK)
+
+
+def _parse_links(tables: Sequence[object], where: str, names: Sequence[str]) -> Floats:
+    """Rates between pairs of machines with these names [K, K]. Raises `ConfigError`."""
     rates_KK = np.full((len(names), len(names)), np.inf)
-    for number, link in enumerate(_parse_rows(LinkRow, links, f"{where}: link"), start=1):
+    for number, link in enumerate(_parse_rows(LinkRow, tables, f"{where}: link"), start=1):
         one, other = (
             [place for place, named in enumerate(names) if named and named == name]
             for name in link.between
         )
         pairs = [(i, j) for i in one for j in other if i != j]
         reason = ""
-        if missing := [name for name in link.between if not name or name not in names]:
-            reason = f"no machine has the name {missing[0]!r}"
+        if not one or not other:
+            missing = link.between[1] if one else link.between[0]
+            reason = f"no machine has the name {missing!r}"
         elif not pairs:
             reason = f"there is one machine {link.between[0]!r}"
         elif rates_KK[pairs[0]] < np.inf:
@@ -117,7 +118,7 @@ def parse_machines(
             raise ConfigError(f"{where}: link {number}: {reason}")
         for i, j in pairs:
             rates_KK[i, j] = rates_KK[j, i] = 1e6 * link.mbit_per_s / 8
-    return PlannedMachines(machines, names, rates_KK)
+    return rates_KK
 
 
 def _parse_rows(kind: type[_Row], tables: Sequence[object], where: str) -> list[_Row]:

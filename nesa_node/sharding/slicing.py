@@ -159,7 +159,9 @@ class SliceCosts:
         leaving: Floats,
         held: Floats | None,
     ) -> Floats:
-        """`received` of other slices, `given` by the network's caller."""
+        """Costs of slices from `low` on to `end` [M, end - low]. `given` is what slices get of the
+        network's inputs, which without slower pairs is in `received`.
+        """
         here = slice(low, end)
         received_S = received[here]
         sent_S = leaving[here][::-1].cumsum()[::-1]

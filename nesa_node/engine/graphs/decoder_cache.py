@@ -70,7 +70,7 @@ class CachedDecoding(nn.Module):
         tensors = [tensor for each in past.values() for tensor in each.values()]
         for tensor in tensors:
             # Else each has a length of its own in the graph, which requests would have to name.
-            torch._check(  # type: ignore[no-untyped-call]
+            torch._check(  # type: ignore[no-untyped-call]  # torch gives it no types
                 tensor.shape[2] == tensors[0].shape[2]
             )
         layers = [_PastLayer(each["keys"], each["values"]) for each in past.values()]

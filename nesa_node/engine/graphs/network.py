@@ -19,7 +19,6 @@ from nesa_node.core.ids import ModelId
 from nesa_node.engine.graphs.decoder_cache import DECODER_INPUT, PAST, PREFIX
 from nesa_node.engine.graphs.model_graph import RequestSizes, capture_network, make_model
 from nesa_node.engine.graphs.piece import PieceProgram, build_piece
-from nesa_node.engine.graphs.text_to_image import PipelineNetworks
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.files import Progress
 from nesa_node.engine.weights.skeleton import ModelTensors
@@ -119,8 +118,7 @@ class Network:
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the networks of a pipeline, which share no value; none of a single network."""
-        is_several = isinstance(self.model, PipelineNetworks)
-        return tuple(name for name, _ in self.model.named_children()) if is_several else ()
+        return tuple(share.name for share in self.captured.graph.shares)
 
     def bind(
         self, inputs: Mapping[str, Tensor], part: str | None = None, position: int = 0
@@ -228,12 +226,12 @@ class Network:
     def outputs(self, part: str | None = None) -> tuple[int, ...]:
         """The values that the model returns, or one part of a pipeline."""
         graph = self.captured.graph
-        outputs = [index for index, value in enumerate(graph.values) if value.is_output]
+        outputs = (index for index, value in enumerate(graph.values) if value.is_output)
         if part is None:
             return tuple(outputs)
-        share, values = self.parts.index(part), graph.values
+        share = self.parts.index(part)
         return tuple(
-            index for index in outputs if graph.share_of[values[index].operations[0]] == share
+            index for index in outputs if graph.share_of[graph.values[index].operations[0]] == share
         )
 
     def make_plan(self, count: int) -> GraphPlan:
