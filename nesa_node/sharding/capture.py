@@ -118,6 +118,7 @@ def _silence_torch() -> None:
 
     vars(_trace)["print"] = lambda *_, **__: None
     logging.getLogger("torch.fx.experimental.symbolic_shapes").setLevel(logging.ERROR)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 def _export(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -105,7 +106,10 @@ class Failing(nn.Module):
     ],
 )
 def test_what_cannot_be_captured(
-    module: nn.Module, place: str, capfd: pytest.CaptureFixture[str]
+    module: nn.Module,
+    place: str,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(UnsupportedFeatureError, match="cannot be captured") as caught:
         capture(module, (torch.zeros(2),))
@@ -114,6 +118,7 @@ def test_what_cannot_be_captured(
     assert "\n" not in message
     assert place in message
     assert capfd.readouterr() == ("", "")
+    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
 def test_an_output_may_be_an_input() -> None:
