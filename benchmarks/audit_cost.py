@@ -1,11 +1,13 @@
 """What seals and audits cost: tokens/s without seals, with seals, and with 1 % of hops audited.
 
 Sessions of one client, alone and sixteen at once, over the same daemons; the three kinds take turns
-batch by batch. Of every hundred hops of the third kind exactly one is audited, so that runs do not
-differ by chance; the client computes it again from its own weights, on the same machine, and a
-batch has ended when its audits have. Daemons hash nothing for a client that speaks a version before
-seals. The model has real weights, for which bounds were fitted: random ones round so much more that
-audits compute again several times before they pass.
+batch by batch. Sixteen sessions meet in nodes' iterations in ever other ways, so that the time of a
+batch differs by some percent: ratios are those of all batches together, with 95 % intervals (of a
+thousand samples of turns). Of every hundred hops of the third kind exactly one is audited, so that
+runs do not differ by chance; the client computes it again from its own weights, on the same
+machine, and a batch has ended when its audits have. Daemons hash nothing for a client that speaks a
+version before seals. The model has real weights, for which bounds were fitted: random ones round so
+much more that audits compute again several times before they pass.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.figures import median_ratio
+import numpy as np
+
 from benchmarks.footprint import Usage
 from benchmarks.generation import generate
 from benchmarks.models import load_local, model_folder, random_prompt
@@ -95,17 +98,21 @@ def measure(
     for together in options.sessions:
         batches = -(-per_audit // together)
         runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+        turns: list[dict[str, float]] = []
         for number in range(options.runs):
             sums: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
             for batch in range(batches):
                 # In another order each time.
-                turn = (number + batch) % 3
-                for client in [*clients[turn:], *clients[:turn]]:
-                    sums[client.kind].update(_time_batch(swarm, client, request, together))
+                first = (number + batch) % 3
+                turns.append({})
+                for client in [*clients[first:], *clients[:first]]:
+                    used = _time_batch(swarm, client, request, together)
+                    turns[-1][client.kind] = used["seconds"]
+                    sums[client.kind].update(used)
             for kind, total in sums.items():
                 rate = batches * together * options.new_tokens / total["seconds"]
                 runs[kind].append({"tokens_per_s": rate, **total})
-        rows.append(_summarize(swarm, together, batches * together, runs))
+        rows.append(_summarize(swarm, together, batches * together, runs, turns))
         outcomes = {client.kind: dict(client.auditor.outcomes) for client in clients}
         assert all(set(found) <= {"passed"} for found in outcomes.values()), outcomes
     return rows
@@ -187,8 +194,22 @@ def _nbytes(work: HopWork) -> int:
     return sum(row.outputs_PD.nbytes + row.inputs_LD.nbytes for row in work.rows)
 
 
+def _ratio(turns: Sequence[dict[str, float]], kind: str, seed: int) -> dict[str, float]:
+    """Rate of `kind` to that without seals in all turns, and its 95 % interval."""
+    seconds = np.array([[turn[KINDS[0]], turn[kind]] for turn in turns])
+    drawn = np.random.default_rng(seed).integers(len(turns), size=(1000, len(turns)))
+    sums = seconds[drawn].sum(1)
+    low, high = np.percentile(sums[:, 0] / sums[:, 1], (2.5, 97.5))
+    whole = seconds.sum(0)
+    return {"ratio": whole[0] / whole[1], "low": low, "high": high}
+
+
 def _summarize(
-    swarm: Swarm, together: int, count: int, runs: dict[str, list[dict[str, Any]]]
+    swarm: Swarm,
+    together: int,
+    count: int,
+    runs: dict[str, list[dict[str, Any]]],
+    turns: Sequence[dict[str, float]],
 ) -> dict[str, Any]:
     rates = {kind: [one["tokens_per_s"] for one in of] for kind, of in runs.items()}
     last = runs["audits"]
@@ -198,13 +219,18 @@ def _summarize(
         "sessions": together,
         "sessions_per_run": count,
         "tokens_per_s": {kind: median(of) for kind, of in rates.items()},
-        "ratio_of_seals": median_ratio(rates["seals"], rates["no seals"]),
-        "ratio_of_audits": median_ratio(rates["audits"], rates["no seals"]),
+        "ratio_of_seals": _ratio(turns, "seals", together),
+        "ratio_of_audits": _ratio(turns, "audits", together),
         "audits_per_run": median(one["audits"] for one in last),
         "recomputed_tokens": median(one["recomputed_tokens"] for one in last),
         "recomputed_bytes": median(one["recomputed_bytes"] for one in last),
         "runs": runs,
+        "turns": turns,
     }
+
+
+def _shown(ratio: dict[str, float]) -> str:
+    return f"{ratio['ratio']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})"
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -216,8 +242,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             [
                 str(row["sessions"]),
                 *(f"{row['tokens_per_s'][kind]:.1f}" for kind in KINDS),
-                f"{row['ratio_of_seals']:.3f}",
-                f"{row['ratio_of_audits']:.3f}",
+                _shown(row["ratio_of_seals"]),
+                _shown(row["ratio_of_audits"]),
                 f"{row['audits_per_run']:.0f}",
                 f"{row['recomputed_tokens']:.0f}",
                 f"{row['recomputed_bytes'] / 1e6:.1f}",
