@@ -81,7 +81,7 @@ def get_mapping_address(memory: mmap.mmap) -> int:
 COMPILE_TIMEOUT_S = 60
 CACHE_LINE_BYTES = 64
 NUM_HEADER_FIELDS = 3
-"""Fields that every function begins with (`native/function_builder.py`)."""
+"""Fields that every function begins with (`native/job_builder.py`)."""
 _COMPILER_MODULE = "nesa_node.engine.kernels.native.compiler"
 _READ_AND_RUN = 1 | 4  # PROT_READ | PROT_EXEC
 

@@ -24,7 +24,8 @@ from nesa_node.engine.kernels import quantized_linear as unpacked
 from nesa_node.engine.kernels.linear import DTYPE_NAMES, GEMV_MAX_TOKENS
 from nesa_node.engine.kernels.machine_code import get_mapping_address, load_functions
 from nesa_node.engine.kernels.native.compiler import compile_functions
-from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
+from nesa_node.engine.kernels.native.function_builder import encode_constants
+from nesa_node.engine.kernels.native.job_builder import Processor
 from nesa_node.engine.kernels.quantized_linear import MAX_LEVEL, Int8Linear, quantize_int8
 from tests.engine.their_layers import THRESHOLD, int8_layer
 

@@ -41,7 +41,8 @@ from nesa_node.engine.kernels.machine_code import (
     load_functions,
 )
 from nesa_node.engine.kernels.native.compiler import compile_functions
-from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
+from nesa_node.engine.kernels.native.function_builder import encode_constants
+from nesa_node.engine.kernels.native.job_builder import Processor
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.fused_decoder import FusedDecoder
 from nesa_node.engine.model.loading import load_blocks

@@ -32,7 +32,8 @@ from nesa_node.engine.kernels.low_rank import (
 from nesa_node.engine.kernels.machine_code import NativeFunction, compile_functions, load_functions
 from nesa_node.engine.kernels.native import compiler as program
 from nesa_node.engine.kernels.native import low_rank as generator
-from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
+from nesa_node.engine.kernels.native.function_builder import encode_constants
+from nesa_node.engine.kernels.native.job_builder import Processor
 from tests.engine.chained import distance
 from tests.engine.guarded import guarded
 

@@ -23,7 +23,8 @@ from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.kernels.linear import DTYPE_NAMES
 from nesa_node.engine.kernels.machine_code import NativeFunction, compile_functions, load_functions
 from nesa_node.engine.kernels.native import compiler as program
-from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
+from nesa_node.engine.kernels.native.function_builder import encode_constants
+from nesa_node.engine.kernels.native.job_builder import Processor
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.compiled_step import (
     COMPILED_MAX_TOKENS,

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from nesa_node.engine.kernels.native import decoder_ops, low_rank, matmul
-from nesa_node.engine.kernels.native.function_builder import Processor, encode_constants
+from nesa_node.engine.kernels.native import decoder_ops, low_rank, matmul, ring_ops
+from nesa_node.engine.kernels.native.function_builder import encode_constants
+from nesa_node.engine.kernels.native.job_builder import Processor
+from nesa_node.engine.kernels.native.linker import link
 from nesa_node.engine.kernels.native.matmul import amx_matmul
 
 FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
@@ -32,6 +34,12 @@ FUNCTIONS: dict[str, Callable[..., ir.Module]] = {
     "tiles": amx_matmul,
     "lora_shrink": low_rank.lora_shrink,
     "lora_expand": low_rank.lora_expand,
+    "ring_values": ring_ops.ring_values,
+    "ring_coefficients": ring_ops.ring_coefficients,
+    "ring_lift": ring_ops.ring_lift,
+    "ring_divide": ring_ops.ring_divide,
+    "ring_rotate": ring_ops.ring_rotate,
+    "ring_multiply_sum": ring_ops.ring_multiply_sum,
 }
 
 
@@ -59,12 +67,10 @@ def compile_functions(
 def _compile_module(module: ir.Module, machine: llvm.TargetMachine) -> bytes:
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
-    file = llvm.ObjectFileRef.from_data(machine.emit_object(parsed))
-    sections = {section.name() or b"": section.data() for section in file.sections()}
-    if {b".rela.text", b".rel.text"} & sections.keys():
-        raise RuntimeError(f"{module.name} refers to what is outside its code")
-    code: bytes = sections[b".text"]
-    return code
+    try:
+        return link(machine.emit_object(parsed))
+    except ValueError as error:
+        raise RuntimeError(f"{module.name} cannot be position-independent: {error}") from error
 
 
 if __name__ == "__main__":

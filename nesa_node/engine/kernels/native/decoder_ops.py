@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from nesa_node.engine.kernels.native.function_builder import FLOAT, I64, FunctionBuilder, Processor
+from nesa_node.engine.kernels.native.function_builder import FLOAT, FunctionBuilder
+from nesa_node.engine.kernels.native.job_builder import I64, Processor
 from nesa_node.engine.kernels.native.matmul import CACHE_LINE_BYTES
 
 PREFETCH_SLOTS = 16

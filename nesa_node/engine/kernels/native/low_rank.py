@@ -25,12 +25,8 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from nesa_node.engine.kernels.native.function_builder import (
-    I64,
-    POINTER,
-    FunctionBuilder,
-    Processor,
-)
+from nesa_node.engine.kernels.native.function_builder import FunctionBuilder
+from nesa_node.engine.kernels.native.job_builder import I64, POINTER, Processor
 from nesa_node.engine.kernels.native.matmul import CACHE_LINE_BYTES, PREFETCH_BYTES
 
 ROWS_AT_ONCE = 4

@@ -24,15 +24,11 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from nesa_node.engine.kernels.native.function_builder import (
-    BYTE,
-    I32,
-    I64,
-    POINTER,
     TILE_ROW_BYTES,
     TILE_ROWS,
     FunctionBuilder,
-    Processor,
 )
+from nesa_node.engine.kernels.native.job_builder import BYTE, I32, I64, POINTER, Processor
 
 CACHE_LINE_BYTES = 64
 """Bytes of a cache line, read of each row per iteration."""

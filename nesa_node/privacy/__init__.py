@@ -1,0 +1,1 @@
+"""Private prompts: products of a node's weights with vectors that it cannot read."""
