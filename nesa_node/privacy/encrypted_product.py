@@ -9,7 +9,7 @@ P primes, N degree, D digits, B rotations from step to step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,7 +65,7 @@ def encode_matrix(
         raise ValueError(f"weights whose rows sum up to {largest:.3g} cannot be encoded")
     diagonals = tuple(
         tuple(
-            _encode_part(ring, layout.diagonal_slots(weight_OI, chunk, block), float(scale))
+            _encode_part(ring, layout.diagonal_slots(weight_OI, chunk, block, STEPS), float(scale))
             for chunk in range(len(layout.chunks))
         )
         for block in range(len(layout.blocks))
@@ -73,11 +73,14 @@ def encode_matrix(
     return EncodedMatrix(layout, diagonals, float(scale))
 
 
-def _encode_part(ring: Ring, slots: Slots, scale: float) -> Residues:
-    for index in range(len(slots)):
-        slots[index] = np.roll(slots[index], index // STEPS * STEPS)
-    integers = coefficients_of(slots, scale)
-    return to_tiles(ring.values(ring.residues(integers, len(ring.primes))).reshape(len(slots), -1))
+def _encode_part(ring: Ring, groups: Iterable[Slots], scale: float) -> Residues:
+    """Values [tiles, diagonals, T] of the slots of groups of `STEPS` diagonals."""
+    parts = []
+    for number, slots in enumerate(groups):
+        rolled = np.roll(slots, number * STEPS, axis=1)
+        residues = ring.residues(coefficients_of(rolled, scale), len(ring.primes))
+        parts.append(to_tiles(ring.values(residues).reshape(len(slots), -1)))
+    return np.concatenate(parts, axis=1)
 
 
 def multiply(

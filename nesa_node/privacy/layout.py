@@ -13,7 +13,7 @@ O outputs, I inputs, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -56,17 +56,21 @@ class ProductLayout:
         padded = np.append(x_I, 0.0)
         return [padded[self.columns(index)].astype(complex) for index in range(len(self.chunks))]
 
-    def diagonal_slots(self, weight_OI: npt.NDArray[np.float64], chunk: int, block: int) -> Slots:
-        """What a chunk's rotations by 0, 1, ... are multiplied with: [diagonals, S]."""
-        count, first = self.blocks[block], 2 * sum(self.blocks[:block])
-        padded = np.zeros((2 * count, self.inputs + 1))
-        taken = weight_OI[first : first + 2 * count]
+    def diagonal_slots(
+        self, weight_OI: npt.NDArray[np.float64], chunk: int, block: int, step: int
+    ) -> Iterator[Slots]:
+        """What a chunk's rotations by 0, 1, ... are multiplied with: [`step`, S] at a time."""
+        rows, first = self.blocks[block], 2 * sum(self.blocks[:block])
+        padded = np.zeros((2 * rows, self.inputs + 1))
+        taken = weight_OI[first : first + 2 * rows]
         padded[: len(taken), : self.inputs] = taken
-        rotations = np.arange(self.diagonals(chunk, block))[:, None]
-        columns = self.columns(chunk)[(np.arange(self.slots) + rotations) % self.slots]
-        rows_S = np.arange(self.slots) % count
-        slots: Slots = padded[rows_S, columns] + 1j * padded[count + rows_S, columns]
-        return slots
+        place_S, columns_S = np.arange(self.slots), self.columns(chunk)
+        count = self.diagonals(chunk, block)
+        for start in range(0, count, step):
+            rotations = np.arange(start, min(start + step, count))[:, None]
+            columns = columns_S[(place_S + rotations) % self.slots]
+            upper, lower = (padded[half + place_S % rows, columns] for half in (0, rows))
+            yield upper + 1j * lower
 
     def unpack(self, blocks: Sequence[Slots]) -> npt.NDArray[np.float64]:
         """Outputs [O] of the slots of all blocks."""

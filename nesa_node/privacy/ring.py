@@ -199,11 +199,12 @@ def _bit_reversed(count: int) -> npt.NDArray[np.int64]:
 
 
 def _root_of_unity(order: int, prime: int) -> int:
-    """A primitive root of unity of `order`, a power of two that divides prime - 1."""
+    """The least primitive root of unity of `order`, a power of two that divides prime - 1."""
     for base in range(2, prime):
         root = pow(base, (prime - 1) // order, prime)
         if pow(root, order // 2, prime) == prime - 1:
-            return root
+            # SEAL takes the least one, too: values of its polynomials are those of ours.
+            return int(_powers(root, prime, order)[1::2].min())
     raise AssertionError(f"no root of unity modulo {prime}")
 
 

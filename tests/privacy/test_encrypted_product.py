@@ -71,7 +71,7 @@ def test_layouts_that_are_planned_for_no_small_matrix(
 def test_each_weight_is_in_one_place(rows: int, columns: int) -> None:
     layout = ProductLayout(columns, 2 * rows, SLOTS, (columns,), (rows,))
     numbers = np.arange(1, 2 * rows * columns + 1, dtype=np.float64).reshape(2 * rows, columns)
-    slots = layout.diagonal_slots(numbers, 0, 0)
+    slots = np.concatenate(list(layout.diagonal_slots(numbers, 0, 0, 5)))
     found = np.concatenate([slots.real.ravel(), slots.imag.ravel()])
     assert np.array_equal(np.sort(found[found > 0]), numbers.ravel())
 
