@@ -21,6 +21,7 @@ import numpy.typing as npt
 from benchmarks.options import Options
 from benchmarks.results import print_table
 from benchmarks.swarms import torch_threads
+from nesa_node.privacy.ciphertext import RotationKeys
 from nesa_node.privacy.encrypted_product import (
     EncodedMatrix,
     encode_matrix,
@@ -31,7 +32,7 @@ from nesa_node.privacy.layout import plan_layout
 from nesa_node.privacy.native_ring import make_ring
 from nesa_node.privacy.parameters import RingParameters
 from nesa_node.privacy.ring import Residues, Ring
-from nesa_node.privacy.secret_key import INPUT_SCALE, SecretKey
+from nesa_node.privacy.secret_key import SecretKey
 
 DEFAULTS = Options(threads=(1,), runs=5)
 QUICK = Options(model="tiny", threads=(1,), runs=1)
@@ -79,12 +80,12 @@ def measure(ring: Ring, shape: Shape, options: Options) -> dict[str, Any]:
     rng = np.random.default_rng(options.seed)
     key = SecretKey(ring)
     layouts = [plan_layout(*each, ring.parameters.slots) for each in shape.products]
-    keys = key.rotation_keys(required_rotations(layouts)).expand(ring)
+    halves = {steps: key.rotation_key(steps) for steps in required_rotations(layouts)}
+    keys = RotationKeys(key.rotation_seed, halves).expand(ring)
     weights = [rng.normal(0, 0.02, each) for each in shape.products]
     started = time.perf_counter()
     matrices = [
-        encode_matrix(ring, layout, weight, INPUT_SCALE)
-        for layout, weight in zip(layouts, weights, strict=True)
+        encode_matrix(ring, layout, weight) for layout, weight in zip(layouts, weights, strict=True)
     ]
     encode_s = time.perf_counter() - started
     runs = [
@@ -135,8 +136,8 @@ def _run_once(
         encrypted = time.perf_counter()
         results = multiply(ring, matrix, [each.expand(ring) for each in fresh], keys)
         multiplied = time.perf_counter()
-        scale = INPUT_SCALE * matrix.scale / ring.primes[2]
-        y = matrix.layout.unpack([key.decrypt(each, scale) for each in results]) * largest
+        decrypted = [key.decrypt(each, matrix.scale) for each in results]
+        y = matrix.layout.unpack(decrypted) * largest
         client_s += time.perf_counter() - multiplied + encrypted - started
         node_s += multiplied - encrypted
         expected = weight @ x

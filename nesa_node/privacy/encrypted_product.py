@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nesa_node.privacy.layout import ProductLayout, Slots
+from nesa_node.privacy.parameters import INPUT_SCALE
 from nesa_node.privacy.ring import Residues, Ring, to_tiles
 from nesa_node.privacy.slots import coefficients_of
 
@@ -33,7 +34,7 @@ class EncodedMatrix:
     diagonals: tuple[tuple[Residues, ...], ...]
     """Values [tiles, diagonals, T] of each block, chunk by chunk."""
     scale: float
-    """Of weights."""
+    """Of the product: what a slot of 1 is in its coefficients."""
 
     @property
     def nbytes(self) -> int:
@@ -49,9 +50,9 @@ def required_rotations(layouts: Sequence[ProductLayout]) -> list[int]:
 
 
 def encode_matrix(
-    ring: Ring, layout: ProductLayout, weight_OI: npt.NDArray[np.float64], input_scale: float
+    ring: Ring, layout: ProductLayout, weight_OI: npt.NDArray[np.float64]
 ) -> EncodedMatrix:
-    """Encode W for vectors of at most 1 in size, at `input_scale`.
+    """Encode W for vectors of at most 1 in size.
 
     Raises `ValueError` for weights that are not finite, or too large for results to be exact.
     """
@@ -59,7 +60,7 @@ def encode_matrix(
         raise ValueError("weights must be finite")
     # No output of a complex row is larger than both of its rows' sums.
     largest = 2 * float(np.abs(weight_OI).sum(1).max())
-    limit = 2.0**_RESULT_BITS * ring.primes[2] / input_scale
+    limit = 2.0**_RESULT_BITS * ring.primes[2] / INPUT_SCALE
     scale = 2.0 ** np.floor(np.log2(limit / (largest or 1.0)))
     if scale * float(np.abs(weight_OI).max()) > 2.0**60 or scale < 2.0**10:
         raise ValueError(f"weights whose rows sum up to {largest:.3g} cannot be encoded")
@@ -70,7 +71,7 @@ def encode_matrix(
         )
         for block in range(len(layout.blocks))
     )
-    return EncodedMatrix(layout, diagonals, float(scale))
+    return EncodedMatrix(layout, diagonals, float(scale) * INPUT_SCALE / ring.primes[2])
 
 
 def _encode_part(ring: Ring, groups: Iterable[Slots], scale: float) -> Residues:
@@ -91,8 +92,7 @@ def multiply(
 ) -> list[Residues]:
     """Coefficients [2, 2, N] of each block of W x, of the ciphertexts [2, P - 1, N] of x's chunks.
 
-    Their scale is that of the input times `EncodedMatrix.scale`, by the third prime. `keys` are
-    those of `required_rotations`.
+    `keys` are those of `required_rotations`.
     """
     layout = matrix.layout
     rotated = [

@@ -40,6 +40,11 @@ class ProductLayout:
         """Rotations of a chunk's ciphertext that a block is made of."""
         return max(self.chunks[chunk] * self.blocks[block] // self.slots, 1)
 
+    def nbytes(self, primes: int) -> int:
+        """Bytes of the encoded weights."""
+        pairs = product(range(len(self.chunks)), range(len(self.blocks)))
+        return sum(self.diagonals(*pair) for pair in pairs) * primes * 8 * self.slots
+
     def most_diagonals(self, chunk: int) -> int:
         return max(self.diagonals(chunk, block) for block in range(len(self.blocks)))
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 SIGMA = 3.2
 """Standard deviation of errors, whose table values begin at 3.19."""
+INPUT_SCALE = 2.0**38
+"""Of a slot of 1 in what clients encrypt: errors of encryption are 10^-9 of it."""
 MOST_MODULUS_BITS = {4096: 106, 8192: 214}
 """Most bits of all primes together for 128-bit security with ternary secrets, by degree.
 

@@ -6,12 +6,12 @@ P primes, N degree, D digits, S slots.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
-from nesa_node.privacy.ciphertext import FreshCiphertext, RotationKeys, rotation_label
+from nesa_node.privacy.ciphertext import FreshCiphertext, rotation_label
+from nesa_node.privacy.parameters import INPUT_SCALE
 from nesa_node.privacy.ring import Residues, Ring
 from nesa_node.privacy.sampling import (
     SEED_BYTES,
@@ -21,9 +21,6 @@ from nesa_node.privacy.sampling import (
 )
 from nesa_node.privacy.slots import coefficients_of, slots_of
 
-INPUT_SCALE = 2.0**38
-"""Of a slot of 1: errors of encryption are 10^-9 of it."""
-
 
 class SecretKey:
     """A ternary secret. It stays in this process's memory."""
@@ -31,6 +28,7 @@ class SecretKey:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._count = len(ring.primes)
+        self.rotation_seed = secrets.token_bytes(SEED_BYTES)
         self._secret_PN = ring.values(ring.residues(random_ternary(ring.degree), self._count))
 
     def encrypt(self, slots_S: npt.NDArray[np.complex128]) -> FreshCiphertext:
@@ -43,17 +41,18 @@ class SecretKey:
         message_PN = ring.values(ring.residues(message_N, primes))
         return FreshCiphertext(self._subtract_product(message_PN, a_PN), seed)
 
-    def rotation_keys(self, steps: Iterable[int]) -> RotationKeys:
-        """Keys for rotations of slots to the left by each of `steps`."""
-        seed = secrets.token_bytes(SEED_BYTES)
-        return RotationKeys(seed, {each: self._rotation_key(each, seed) for each in steps})
+    def rotation_key(self, steps: int) -> Residues:
+        """Values b [D, P, N] of the key that rotates slots to the left by `steps`.
 
-    def _rotation_key(self, steps: int, seed: bytes) -> Residues:
+        Its other half is made of `rotation_seed` (`ciphertext.py` `RotationKeys`).
+        """
         ring, last = self._ring, self._ring.primes[-1]
         rotated_PN = self._secret_PN[:, ring.rotation(steps)]
         digits = []
         for digit in range(self._count - 1):
-            a_PN = uniform_residues(ring, self._count, seed, rotation_label(steps, digit))
+            a_PN = uniform_residues(
+                ring, self._count, self.rotation_seed, rotation_label(steps, digit)
+            )
             error_N = random_errors(ring.degree)
             message_PN = ring.values(ring.residues(error_N, self._count))
             # Of the gadget P (Q / q) [(Q / q)^-1]_q all residues but that modulo q are zero.

@@ -77,6 +77,7 @@ class ScriptedModel:
     def __init__(self, tokenizer: Any, script: Script = hello) -> None:
         self.name = NAME
         self.model_id = MODEL_ID
+        self.is_private = False
         self.created = 1
         self.context_length = CONTEXT
         self.hidden_size = 2

@@ -33,9 +33,6 @@ PROSE = [*DOCUMENTS, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").gl
 ENTRY_POINTS = {
     "nesa_node": "what `import nesa_node` exports, by name",
     "nesa_node.__main__": "the console script",
-    "nesa_node.privacy.encrypted_product": "the node's half; its command is to come",
-    "nesa_node.privacy.native_ring": "see above",
-    "nesa_node.privacy.secret_key": "the client's half; see above",
 }
 """Modules that run without being imported by another module of the package."""
 

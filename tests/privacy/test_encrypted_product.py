@@ -6,12 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nesa_node.privacy.encrypted_product import encode_matrix, multiply, required_rotations
+from nesa_node.privacy.encrypted_product import encode_matrix, multiply
 from nesa_node.privacy.layout import ProductLayout, plan_layout
 from nesa_node.privacy.native_ring import make_ring
 from nesa_node.privacy.parameters import RingParameters
 from nesa_node.privacy.ring import Ring
-from nesa_node.privacy.secret_key import INPUT_SCALE, SecretKey
+from nesa_node.privacy.secret_key import SecretKey
+from tests.privacy.keys import expanded_keys
 
 PARAMETERS = RingParameters()
 SLOTS = PARAMETERS.slots
@@ -22,13 +23,12 @@ Vector = npt.NDArray[np.float64]
 
 def encrypted_product(ring: Ring, layout: ProductLayout, weight: Vector, x: Vector) -> Vector:
     key = SecretKey(ring)
-    keys = key.rotation_keys(required_rotations([layout])).expand(ring)
-    matrix = encode_matrix(ring, layout, weight, INPUT_SCALE)
+    keys = expanded_keys(key, ring, [layout])
+    matrix = encode_matrix(ring, layout, weight)
     largest = np.abs(x).max() or 1.0
     chunks = [key.encrypt(slots).expand(ring) for slots in layout.pack(x / largest)]
-    scale = INPUT_SCALE * matrix.scale / ring.primes[2]
     results = multiply(ring, matrix, chunks, keys)
-    return layout.unpack([key.decrypt(each, scale) for each in results]) * largest
+    return layout.unpack([key.decrypt(each, matrix.scale) for each in results]) * largest
 
 
 @pytest.mark.parametrize("kind", list(RINGS))
@@ -106,9 +106,9 @@ def test_weights_that_cannot_be_encoded_are_refused() -> None:
         weight = np.ones((8, 8))
         weight[3, 5] = bad
         with pytest.raises(ValueError, match="must be finite"):
-            encode_matrix(ring, layout, weight, INPUT_SCALE)
+            encode_matrix(ring, layout, weight)
     with pytest.raises(ValueError, match="cannot be encoded"):
-        encode_matrix(ring, layout, np.full((8, 8), 1e12), INPUT_SCALE)
+        encode_matrix(ring, layout, np.full((8, 8), 1e12))
 
 
 def test_the_largest_result_does_not_wrap() -> None:
@@ -134,13 +134,12 @@ def test_another_key_decrypts_to_noise() -> None:
     ring = RINGS["machine code"]
     layout = plan_layout(8, 8, SLOTS)
     key, other = SecretKey(ring), SecretKey(ring)
-    matrix = encode_matrix(ring, layout, np.eye(8), INPUT_SCALE)
-    keys = key.rotation_keys(required_rotations([layout])).expand(ring)
+    matrix = encode_matrix(ring, layout, np.eye(8))
+    keys = expanded_keys(key, ring, [layout])
     (slots,) = layout.pack(np.linspace(0.1, 0.8, 8))
     (result,) = multiply(ring, matrix, [key.encrypt(slots).expand(ring)], keys)
-    scale = INPUT_SCALE * matrix.scale / ring.primes[2]
-    assert np.abs(layout.unpack([key.decrypt(result, scale)])[:8]).max() < 1
-    assert np.abs(layout.unpack([other.decrypt(result, scale)])).max() > 100
+    assert np.abs(layout.unpack([key.decrypt(result, matrix.scale)])[:8]).max() < 1
+    assert np.abs(layout.unpack([other.decrypt(result, matrix.scale)])).max() > 100
 
 
 def test_equal_vectors_give_different_ciphertexts() -> None:

@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nesa_node.privacy.encrypted_product import encode_matrix, multiply, required_rotations
+from nesa_node.privacy.encrypted_product import encode_matrix, multiply
 from nesa_node.privacy.layout import plan_layout
 from nesa_node.privacy.native_ring import make_ring
-from nesa_node.privacy.parameters import RingParameters
+from nesa_node.privacy.parameters import INPUT_SCALE, RingParameters
 from nesa_node.privacy.ring import Residues
-from nesa_node.privacy.secret_key import INPUT_SCALE, SecretKey
+from nesa_node.privacy.secret_key import SecretKey
 from nesa_node.privacy.slots import coefficients_of
+from tests.privacy.keys import expanded_keys
 
 seal: Any = pytest.importorskip("seal")
 
@@ -100,8 +101,8 @@ def test_seal_decrypts_a_product(context: Any, order: list[int], tmp_path: Path)
     rng = np.random.default_rng(1)
     weight, x = rng.normal(size=(32, 64)), rng.uniform(-1, 1, 64)
     layout = plan_layout(32, 64, RING.parameters.slots)
-    matrix = encode_matrix(RING, layout, weight, INPUT_SCALE)
-    keys = key.rotation_keys(required_rotations([layout])).expand(RING)
+    matrix = encode_matrix(RING, layout, weight)
+    keys = expanded_keys(key, RING, [layout])
     chunks = [key.encrypt(each).expand(RING) for each in layout.pack(x)]
     (result,) = multiply(RING, matrix, chunks, keys)
     # It has two primes, and SEAL's first level three: times the third, it is the same message.
@@ -115,10 +116,6 @@ def test_seal_decrypts_a_product(context: Any, order: list[int], tmp_path: Path)
     assert not values[2].any()
     inverses = np.array([[pow(third, -1, prime)] for prime in RING.primes[:2]], np.uint32)
     message = RING.coefficients(RING.multiply(values[:2], inverses))
-    plain = key.decrypt(np.stack([message, np.zeros_like(message)]), output_scale(matrix.scale))
+    plain = key.decrypt(np.stack([message, np.zeros_like(message)]), matrix.scale)
     y = layout.unpack([plain])
     assert np.abs(y - weight @ x).max() < 1e-5 * np.abs(weight @ x).max()
-
-
-def output_scale(weight_scale: float) -> float:
-    return INPUT_SCALE * weight_scale / RING.primes[2]

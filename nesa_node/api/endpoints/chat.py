@@ -192,7 +192,7 @@ async def _prepare(
     model: ServedModel,
 ) -> PendingResponse:
     job = await make_chat_job(gateway.job_context(body.model), model, body)
-    reserve_logprobs([job], param="top_logprobs")
+    reserve_logprobs([job], is_private=model.is_private, param="top_logprobs")
     make_parser = tool_call_parser(model, tools) if tools else None
 
     def new_answer() -> ChatCompletionBuilder:

@@ -173,7 +173,7 @@ async def _prepare(
 ) -> PendingResponse:
     prompts = body.prompts()
     jobs = await make_completion_jobs(gateway.job_context(body.model), model, body)
-    reserve_logprobs(jobs, param="logprobs")
+    reserve_logprobs(jobs, is_private=model.is_private, param="logprobs")
     echoes = await _prompt_texts(model, prompts) if body.echo else None
     asked = sum(len(job.prompt) for job in jobs)
 

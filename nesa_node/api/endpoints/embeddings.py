@@ -139,6 +139,12 @@ async def _compute(
     body: EmbeddingRequest,
     inputs: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
+    if model.is_private:
+        raise invalid_request(
+            "this gateway runs with --private, and gives no numbers that it decrypted, from which "
+            "its key could be computed: ask another one for embeddings",
+            param="model",
+        )
     tokens = sum(map(len, inputs))
     usage.start(model.name, tokens)
     watching = gateway.models.watch_blocks(model.model_id)

@@ -200,7 +200,7 @@ async def _prepare(
     gateway: Gateway, usage: UsageCounter, body: ResponsesRequest, model: ServedModel
 ) -> PendingResponse:
     job = await make_response_job(gateway.job_context(body.model), model, body)
-    reserve_logprobs([job], param="top_logprobs")
+    reserve_logprobs([job], is_private=model.is_private, param="top_logprobs")
     # The answer does not repeat the input, so its memory is freed.
     body = body.model_copy(update={"model": body.model or model.name, "input": ""})
 

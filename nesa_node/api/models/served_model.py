@@ -131,13 +131,17 @@ class ServedModel:
         metrics: GatewayMetrics | None = None,
         threads: int = MAX_THREADS,
         defaults: SamplingParams | None = None,
+        is_private: bool = False,
     ) -> None:
         """Take ownership of `model`. `activity` and `metrics` record requests.
 
-        `defaults` are the sampling parameters of requests that set none; None: OpenAI's.
+        `is_private`: its nodes multiply encrypted vectors; what was decrypted, numbers with their
+        errors, must not be given to clients. `defaults` are the sampling parameters of requests
+        that set none; None: OpenAI's.
         """
         self.name = name
         self.model_id = model_id
+        self.is_private = is_private
         self.created = int(time.time())
         self.context_length = model.context_length
         self.num_blocks = model.num_blocks
@@ -315,6 +319,7 @@ def open_served_model(
             activity=activity,
             metrics=metrics,
             defaults=read_default_sampling(model.generation_config) if advice == "model" else None,
+            is_private=config.private != "none",
         )
     except BaseException:
         model.close()

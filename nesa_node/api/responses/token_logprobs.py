@@ -24,12 +24,19 @@ MIN_LOGPROB = -9999.0
 _encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
 
-def reserve_logprobs(jobs: Sequence[Job], *, param: str) -> None:
+def reserve_logprobs(jobs: Sequence[Job], *, is_private: bool, param: str) -> None:
     """Reserve memory for the log probabilities of the prompts and answers of `jobs`.
 
-    Raises `HttpProblem` for more than `MAX_LOGPROBS` of them, and as `reserve_memory` does.
+    Raises `HttpProblem` for more than `MAX_LOGPROBS` of them, where the model's nodes multiply
+    encrypted vectors (`is_private`), and as `reserve_memory` does.
     """
     asked = [job for job in jobs if job.top_logprobs is not None]
+    if asked and is_private:
+        raise invalid_request(
+            f"{param}: this gateway runs with --private, and gives no numbers that it decrypted, "
+            "from which its key could be computed; ask for text alone",
+            param=param,
+        )
     count = sum(_count_tokens(job) * (1 + (job.top_logprobs or 0)) for job in asked)
     if count > MAX_LOGPROBS:
         raise invalid_request(

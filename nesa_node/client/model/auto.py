@@ -24,6 +24,7 @@ from nesa_node.core.settings.choices import (
     AuditorChoice,
     AuditScheme,
     Precision,
+    PrivacyName,
     RedundancyName,
     RouteName,
     StrategyName,
@@ -84,6 +85,7 @@ class AutoDistributedModelForCausalLM:
         audit_scheme: AuditScheme = "relative-l2",
         require_attestation: str | Path | None = None,
         verify: RedundancyName = "none",
+        private: PrivacyName = "none",
         keep_session: str | Path | None = None,
         publish_evidence: bool = False,
     ) -> DistributedModelForCausalLM:
@@ -132,6 +134,11 @@ class AutoDistributedModelForCausalLM:
         distributions are believed that two of them agree on; a chain that is outvoted is left at
         that token. Not with `client_blocks` at the end of the model.
 
+        With `private="ckks"` nodes that run with `--private ckks` multiply their weights with
+        encrypted vectors, and everything else is computed here, with the attention caches: they
+        see neither text nor hidden states, only when and how many tokens are computed. Nothing
+        proves that they multiplied correctly. Seconds for each token.
+
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for contradictory
         arguments, a missing device and malformed initial peers.
         """
@@ -159,6 +166,7 @@ class AutoDistributedModelForCausalLM:
             auditors=auditors,
             audit_scheme=audit_scheme,
             verify=verify,
+            private=private,
             audits_path=default_audits_path(),
             require_attestation=(
                 None if require_attestation is None else user_path(require_attestation)
@@ -182,6 +190,10 @@ def connect_by(checkpoint: Checkpoint, options: ConnectionOptions, dtype: torch.
     """Join the swarm that serves `checkpoint` by `options`; hidden states are sent in `dtype`."""
 
     def connect(head: ComputeLogits) -> AbstractAsyncContextManager[SwarmConnection]:
+        if options.private != "none":
+            from nesa_node.client.private.private_connection import open_private_connection
+
+            return open_private_connection(checkpoint, options, dtype)
         from nesa_node.client.session.connection import open_connection
 
         return open_connection(checkpoint, options, dtype, head)

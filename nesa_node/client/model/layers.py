@@ -301,7 +301,10 @@ class LocalSession:
         self._lengths = [0] * rows
         self.rows = rows
         self.max_tokens = max_tokens
-        self.hops = tuple(Hop(CLIENT_PEER, part.span) for part in parts)
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        return tuple(Hop(CLIENT_PEER, part.span) for part in self._parts)
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from nesa_node.core.settings.choices import (
     AuditorChoice,
     AuditScheme,
     Precision,
+    PrivacyName,
     RedundancyName,
     RouteName,
     StrategyName,
@@ -69,6 +70,8 @@ class ConnectionOptions:
     """How an audit compares outputs (`verification/schemes.py`)."""
 
     verify: RedundancyName = "none"
+    private: PrivacyName = "none"
+    """How nodes compute without seeing hidden states; "none": they see them."""
     """Rule by which several nodes compute each block, in stars, or several chains ("cdv") all
     blocks. Then sessions reuse no prefixes."""
 
@@ -107,6 +110,14 @@ class ConnectionOptions:
         if self.verify not in get_args(RedundancyName):
             names = ", ".join(get_args(RedundancyName))
             raise ConfigError(f"unknown verify={self.verify!r}: give {names}")
+        if self.private not in get_args(PrivacyName):
+            names = ", ".join(get_args(PrivacyName))
+            raise ConfigError(f"unknown private={self.private!r}: give {names}")
+        if self.private != "none" and self.verify != "none":
+            raise ConfigError(
+                f"verify={self.verify!r} compares hidden states of nodes, and with "
+                f"private={self.private!r} they have none: give one of them"
+            )
         if not 0 <= self.audit <= 1:
             raise ConfigError(f"audit={self.audit}: give a share of sessions from 0 to 1")
         if self.replicate_cache and self.routing == "star":
@@ -133,6 +144,7 @@ class ConnectionOptions:
             auditors=config.auditors,
             audit_scheme=config.audit_scheme,
             verify=config.verify,
+            private=config.private,
             audits_path=default_audits_path(),
             require_attestation=config.require_attestation,
             keep_session=config.keep_session,

@@ -32,6 +32,7 @@ from nesa_node.core.settings.choices import (
     LogLevel,
     PlacementGoal,
     Precision,
+    PrivacyName,
     QuantType,
     RedundancyName,
     RouteName,
@@ -223,7 +224,19 @@ class RouteConfig(SharedConfig):
     )
 
 
-class ClientConfig(RouteConfig):
+class PrivacyConfig(SharedConfig):
+    """How hidden states are kept from nodes, of nodes and clients."""
+
+    private: PrivacyName = setting(
+        "none",
+        "Access",
+        "Keep text from nodes: they multiply their weights with vectors that only the client can "
+        "read (ckks), and clients compute all else. A node serves such sessions, too; a client "
+        "has no others, and waits seconds for each token.",
+    )
+
+
+class ClientConfig(RouteConfig, PrivacyConfig):
     """Settings of clients, which use a swarm without serving blocks."""
 
     trace_service = "nesa-client"
@@ -508,7 +521,7 @@ class OrchestratorConfig(PeerConfig):
         return self
 
 
-class NodeConfig(OrchestratorConfig):
+class NodeConfig(OrchestratorConfig, PrivacyConfig):
     """Settings of a node: a daemon that serves a span of one model, or offers its machine."""
 
     trace_service = "nesa-node"
@@ -641,6 +654,12 @@ class NodeConfig(OrchestratorConfig):
     )
     pool_hours: Hours | None = setting(
         None, "Pool", "Hours of the day, local time, in which to hold any: 20-8."
+    )
+    private_cache_gib: Gibibytes | None = setting(
+        None,
+        "Limits",
+        "Most memory, in GiB, for weights that are multiplied with encrypted vectors.",
+        default_text="16 to 24 bytes for each weight",
     )
     attestation: AttestationSource = setting(
         "none",

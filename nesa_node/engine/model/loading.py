@@ -5,7 +5,7 @@ L tokens, R rows of one token each, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Any
 
@@ -233,6 +233,39 @@ def load_blocks(
     if family.has_llama_layers:
         decoder = FusedDecoder(decoder, checkpoint.context_length)
     replace_linear_layers(decoder)
+    return ModelBlocks(
+        decoder, checkpoint, span, weight_bytes=weight_bytes, dtype=dtype, device=device
+    )
+
+
+def load_blocks_without_linear_layers(
+    checkpoint: Checkpoint,
+    span: Span,
+    replace: Callable[[str, nn.Module], nn.Module],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> ModelBlocks:
+    """Load blocks `span` with other modules for their linear layers, whose weights are not read.
+
+    `replace(path, layer)` makes the module at `path`; a bias that it has is loaded. Raises as
+    `load_blocks` does.
+    """
+    device = torch.device(device)
+    skeleton = Skeleton(checkpoint)
+    if skeleton.family.packs_rows:
+        skeleton.model.config._attn_implementation = PAGED_ATTENTION
+    names = []
+    for name in skeleton.block_names(span):
+        if (layer := skeleton.find_linear_layer(name)) is None:
+            names.append(name)
+        else:
+            path = name.removesuffix(".weight")
+            skeleton.model.set_submodule(path, replace(path, layer), strict=True)
+    decoder = detach_span(skeleton, span, dtype=dtype, device=device)
+    skeleton.load(names, dtype=dtype, device=device, task=f"loading blocks {span}")
+    skeleton.require_complete(decoder)
+    weight_bytes = sum(weight.nbytes for weight in decoder.parameters())
     return ModelBlocks(
         decoder, checkpoint, span, weight_bytes=weight_bytes, dtype=dtype, device=device
     )

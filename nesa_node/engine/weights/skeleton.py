@@ -160,7 +160,7 @@ class ModelTensors:
         """
         plain, total = [], 0
         for name in names:
-            module = self._find_quantizable_module(name, quant_type)
+            module = None if quant_type == "none" else self.find_linear_layer(name)
             if module is None:
                 plain.append(name)
             else:
@@ -193,13 +193,13 @@ class ModelTensors:
         self.checkpoint.fetch(self.source_names(wanted), progress)
         total, done = self.nbytes(wanted, dtype, quant_type), 0
         for name in wanted:
-            linear = self._find_quantizable_module(name, quant_type)
+            linear = None if quant_type == "none" else self.find_linear_layer(name)
             if linear is None:
                 loaded = self._load_tensor(name, dtype or self._dtypes[name], device)
                 done += self._assign(name, loaded)
             else:
                 assert dtype is not None
-                weight = self._read_checked(name, self._stored_name(name))
+                weight = self.read_weight(name)
                 made = make_quantized_linear(linear, weight, quant_type, dtype=dtype, device=device)
                 del weight
                 self.model.set_submodule(name.rpartition(".")[0], made, strict=True)
@@ -272,13 +272,15 @@ class ModelTensors:
             and hasattr(self.model.get_submodule(path), "create_weight")
         )
 
-    def _find_quantizable_module(self, name: str, quant_type: QuantType) -> nn.Module | None:
-        """Return the layer of this weight if it is to be quantized, else None."""
+    def find_linear_layer(self, name: str) -> nn.Module | None:
+        """Return the linear layer of this weight, which may be quantized; else None."""
         path, _, leaf = name.rpartition(".")
-        if quant_type == "none" or leaf != "weight":
-            return None
         module: nn.Module = self.model.get_submodule(path)
-        return module if is_quantizable(module) else None
+        return module if leaf == "weight" and is_quantizable(module) else None
+
+    def read_weight(self, name: str) -> Tensor:
+        """Read a tensor in its stored dtype, without assigning it. Raises as `load` does."""
+        return self._read_checked(name, self._stored_name(name))
 
     def _assign(self, name: str, tensor: Tensor) -> int:
         path, _, leaf = name.rpartition(".")

@@ -17,6 +17,8 @@ from contextlib import (
 from functools import partial
 from typing import Any
 
+import torch
+
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
@@ -26,6 +28,8 @@ from nesa_node.core.settings.models import NodeConfig, OrchestratorConfig, PeerC
 from nesa_node.engine.model.machine_figures import find_roofline
 from nesa_node.engine.weights.adapter_files import find_linear_layers
 from nesa_node.engine.weights.hub import ADAPTERS_FOLDER
+from nesa_node.privacy.native_ring import make_ring
+from nesa_node.privacy.parameters import RingParameters
 from nesa_node.server.adapters.adapter_server import AdapterServer
 from nesa_node.server.adapters.store import AdapterStore
 from nesa_node.server.attestation.attestation_server import AttestationServer
@@ -61,6 +65,7 @@ from nesa_node.server.orchestrator.launch import (
     orchestrate,
     run_follower,
 )
+from nesa_node.server.private.private_server import PrivateServer
 from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import open_scheduler
 from nesa_node.server.session.message_loop import RefusalLog
@@ -72,6 +77,7 @@ from nesa_node.swarm.protocol.adapter_messages import ADAPTER_PROTOCOL
 from nesa_node.swarm.protocol.attest_messages import ATTEST_PROTOCOL
 from nesa_node.swarm.protocol.graph_messages import GRAPH_PROTOCOL
 from nesa_node.swarm.protocol.messages import PROTOCOL
+from nesa_node.swarm.protocol.private_messages import PRIVATE_PROTOCOL
 from nesa_node.swarm.protocol.seal_messages import EVIDENCE_PROTOCOL
 from nesa_node.topology.roofline import Roofline
 
@@ -276,13 +282,35 @@ async def _decoder_services(
     )
     await swarm.transport.serve(EVIDENCE_PROTOCOL, openings.handle)
     evidence = EvidenceExchange(swarm, served.model_id, served.num_blocks)
+    encoding = []
+    if config.private == "ckks":
+        private = await asyncio.to_thread(_make_private_server, runner)
+        await swarm.transport.serve(PRIVATE_PROTOCOL, private.handle)
+        encoding = [private.run()]
     try:
         yield [
+            *encoding,
             adapters.run(),
             evidence.run(partial(_act_on_proof, swarm, served.model_id)),
         ]
     finally:
         await openings.close()
+
+
+def _make_private_server(runner: SpanRunner) -> PrivateServer:
+    config, served = runner.config, runner.served
+    limit = config.private_cache_gib
+    return PrivateServer(
+        runner.swarm,
+        served.model_id,
+        served.checkpoint,
+        make_ring(RingParameters(), torch.get_num_threads()),
+        runner.find_served_span,
+        max_bytes=None if limit is None else int(limit * 2**30),
+        allow=frozenset(config.allow_peers),
+        deny=frozenset(config.deny_peers),
+        refusals=runner.refusals,
+    )
 
 
 class StoppedError(Exception):

@@ -68,6 +68,15 @@ from nesa_node.swarm.protocol.messages import (
     TransferOpen,
     TransferOpened,
 )
+from nesa_node.swarm.protocol.private_messages import (
+    EncryptedInput,
+    EncryptedOutput,
+    PrivateMessage,
+    PrivateOpen,
+    PrivateOpened,
+    RotationKey,
+    private_payload_bytes,
+)
 from nesa_node.swarm.protocol.seal_messages import (
     Disclose,
     Disclosed,
@@ -122,6 +131,7 @@ AnyMessage = (
     | Attest | Attested
     | GraphOpen | GraphOpened | GraphRun | GraphCancel | GraphValues | GraphOutput | GraphFailed
     | PlanRequest | PlanPart
+    | PrivateOpen | PrivateOpened | RotationKey | EncryptedInput | EncryptedOutput
 )  # fmt: skip
 
 _WithTensor = (
@@ -173,5 +183,7 @@ def payload_nbytes(message: Message, *, max_bytes: int) -> int:
     """
     if isinstance(message, GraphRun | GraphValues | GraphOutput):
         return payload_bytes(message.values, max_bytes=max_bytes)
+    if isinstance(message, PrivateMessage):
+        return private_payload_bytes(message, max_bytes=max_bytes)
     meta = tensor_of(message)
     return 0 if meta is None else tensors.check_meta(meta, max_bytes=max_bytes)

@@ -97,6 +97,22 @@ async def test_tokens_and_lists_of_tokens_are_prompts(tokenizer: Any) -> None:
         assert "".join(choice["text"] for choice in mine) == "hello wörld"
 
 
+async def test_a_private_gateway_gives_text_alone(tokenizer: Any) -> None:
+    """Numbers that it decrypted would give its key away."""
+    async with serving(tokenizer) as server:
+        server.model.is_private = True
+        assert (await server.chat()).status_code == 200
+        prompt: dict[str, Any] = {"model": NAME, "prompt": "hello"}
+        answers = [
+            await server.chat(logprobs=True, top_logprobs=2),
+            await server.post("/v1/completions", prompt | {"logprobs": 1}),
+            await server.post("/v1/embeddings", {"model": NAME, "input": "hello"}),
+        ]
+    for answer in answers:
+        assert answer.status_code == 400
+        assert "--private" in answer.json()["error"]["message"]
+
+
 async def test_embeddings_come_as_numbers_and_as_base64(tokenizer: Any) -> None:
     async with serving(tokenizer) as server:
         body: dict[str, Any] = {"model": NAME, "input": ["hello", "again"]}

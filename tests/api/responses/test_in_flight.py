@@ -92,13 +92,17 @@ def test_a_token_takes_more_than_those_that_it_was_chosen_from(
     taken: list[int] = []
     monkeypatch.setattr("nesa_node.api.responses.token_logprobs.reserve_memory", taken.append)
     job = Job(prompt=(1, 2), max_tokens=3, n=2)
-    reserve_logprobs([job], param="x")
-    reserve_logprobs([Job(prompt=(1, 2), max_tokens=3, n=2, top_logprobs=0)], param="x")
+    reserve_logprobs([job], is_private=False, param="x")
+    reserve_logprobs(
+        [Job(prompt=(1, 2), max_tokens=3, n=2, top_logprobs=0)], is_private=False, param="x"
+    )
     echo = Job(prompt=(1, 2), max_tokens=3, n=2, top_logprobs=5, prompt_logprobs=True)
-    reserve_logprobs([echo, job], param="x")
+    reserve_logprobs([echo, job], is_private=False, param="x")
     assert taken == [0, 6 * 340, 10 * (340 + 5 * 160)]
     with pytest.raises(HttpProblem, match="log probabilities"):
-        reserve_logprobs([Job(prompt=(1,), max_tokens=1 << 19, n=3, top_logprobs=0)], param="x")
+        reserve_logprobs(
+            [Job(prompt=(1,), max_tokens=1 << 19, n=3, top_logprobs=0)], is_private=False, param="x"
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,1 @@
+"""A node's products of its weights with vectors that it cannot read."""

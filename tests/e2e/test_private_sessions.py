@@ -1,0 +1,270 @@
+"""Sessions whose nodes multiply encrypted vectors: same tokens, and nothing to read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.private.private_link import SessionKeys, open_private_link
+from nesa_node.client.routing.request import ConnectionOptions
+from nesa_node.client.session.connection import join_as_client
+from nesa_node.core.errors import (
+    ConfigError,
+    MissingBlocksError,
+    ProtocolError,
+    RemoteError,
+    UnsupportedFeatureError,
+)
+from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.engine.weights.checkpoint import compute_model_id
+from nesa_node.engine.weights.hub import open_checkpoint
+from nesa_node.privacy.layout import plan_layout
+from nesa_node.privacy.native_ring import make_ring
+from nesa_node.privacy.parameters import RingParameters
+from nesa_node.swarm.protocol.private_messages import EncryptedInput, RotationKey
+from tests.client.local_models import random_ids
+from tests.engine.tiny_models import BLOCKS, reference
+from tests.same_tokens import assert_same_tokens
+from tests.swarms import daemons, in_process_swarm
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+HALVES = [Span(0, 3), Span(3, BLOCKS)]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny: Callable[[str], Path]) -> Path:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def addresses(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    folder = tmp_path_factory.mktemp("swarm")
+    with in_process_swarm(llama, HALVES, folder, private="ckks") as joining:
+        yield joining
+
+
+def private_model(
+    folder: Path, addresses: Sequence[str], **options: Any
+) -> DistributedModelForCausalLM:
+    return AutoDistributedModelForCausalLM.from_pretrained(
+        folder,
+        initial_peers=addresses,
+        **{"dtype": torch.float32, "private": "ckks", **options},
+    )
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "bloom"])
+def test_tokens_of_other_families_are_those_of_transformers(
+    family: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Matrices that are stored transposed, biases, and layers that hold three in one."""
+    folder = tiny(family)
+    with (
+        in_process_swarm(folder, HALVES, tmp_path, private="ckks") as joining,
+        private_model(folder, joining) as model,
+    ):
+        prompt = random_ids(1, 7)
+        assert_same_tokens(reference(folder), model.generate(prompt, **OPTIONS), prompt, **OPTIONS)
+
+
+def test_tokens_and_logits_are_those_of_transformers(
+    llama: Path, addresses: tuple[str, ...]
+) -> None:
+    """Of several rows, with beams, and in a session that is rolled back."""
+    prompt = random_ids(2, 9)
+    with private_model(llama, addresses) as model:
+        for options in (OPTIONS, OPTIONS | {"num_beams": 2, "max_new_tokens": 4}):
+            tokens = model.generate(prompt, **options)
+            assert_same_tokens(reference(llama), tokens, prompt, **options)
+        with model.inference_session(max_length=40, batch_size=2) as session:
+            assert [hop.span for hop in session.hops] == HALVES
+            logits = session.step(prompt)
+            expected = reference(llama)(prompt).logits
+            assert (logits - expected).abs().max() <= 1e-3 * expected.abs().max()
+            session.rollback([4, 4])
+            again = session.step(prompt[:, 4:])
+            assert (again - expected[:, 4:]).abs().max() <= 1e-3 * expected.abs().max()
+
+
+def test_another_node_takes_the_place_of_one_that_dies(llama: Path, tmp_path: Path) -> None:
+    prompt = random_ids(1, 6)
+    with daemons(llama, tmp_path, "--private", "ckks") as swarm:
+        swarm.start_all([HALVES[0], HALVES[1], HALVES[1]])
+        with private_model(llama, swarm.addresses) as model:
+            killed: list[str] = []
+
+            def kill_once(*_: object) -> bool:
+                used = {hop.peer_id for hop in session.hops}
+                victim = next(node for node in swarm.nodes[1:] if node.peer_id in used)
+                if not killed:
+                    swarm.kill(victim)
+                    killed.append(victim.peer_id)
+                return False
+
+            with model.inference_session(max_length=40) as session:
+                tokens = model.generate(
+                    prompt, session=session, stopping_criteria=[kill_once], **OPTIONS
+                )
+                assert killed
+                assert killed[0] not in {hop.peer_id for hop in session.hops}
+        assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
+
+
+def test_a_swarm_without_private_nodes_is_told_so(llama: Path, tmp_path: Path) -> None:
+    with (
+        in_process_swarm(llama, [Span(0, BLOCKS)], tmp_path) as joining,
+        private_model(llama, joining, recovery_timeout_s=1) as model,
+        pytest.raises(MissingBlocksError, match="nesa-node run --private ckks"),
+    ):
+        model.generate(random_ids(1, 4), **OPTIONS)
+
+
+def test_what_private_sessions_cannot_do_is_refused(
+    llama: Path, addresses: tuple[str, ...], tiny: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigError, match="give one of them"):
+        private_model(llama, addresses, verify="2of3")
+    with (
+        private_model(llama, addresses, adapter="a" * 64) as model,
+        pytest.raises(UnsupportedFeatureError, match="no adapters"),
+    ):
+        model.generate(random_ids(1, 4), **OPTIONS)
+
+
+def test_experts_are_refused(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Which of them are asked would tell the text."""
+    folder = tiny("mixtral")
+    with (
+        in_process_swarm(folder, [Span(0, BLOCKS)], tmp_path, private="ckks") as joining,
+        private_model(folder, joining) as model,
+        pytest.raises(UnsupportedFeatureError, match=r"linear layers, and .* is none"),
+    ):
+        model.generate(random_ids(1, 4), **OPTIONS)
+
+
+class Wire:
+    """A private stream on which anything can be sent."""
+
+    def __init__(self, llama: Path, addresses: tuple[str, ...]) -> None:
+        self.ring = make_ring(RingParameters())
+        self.keys = SessionKeys(self.ring)
+        self._checkpoint = open_checkpoint(str(llama), cache_dir=llama)
+        self.model_id = compute_model_id(self._checkpoint)
+        self._addresses = addresses
+
+    def exchange(self, send: Callable[[Any], Any], *, model_id: ModelId | None = None) -> None:
+        """Open a link to the first node; `send` gets it."""
+
+        async def run() -> None:
+            options = ConnectionOptions(initial_peers=self._addresses)
+            async with join_as_client(options) as swarm:
+                peer = PeerId(self._addresses[0].rpartition("/")[2])
+                async with open_private_link(
+                    swarm, model_id or self.model_id, peer, self._addresses, self.keys
+                ) as link:
+                    await send(link)
+
+        asyncio.run(run())
+
+
+PATH = "model.layers.0.mlp.down_proj"
+
+
+def encrypted_input(wire: Wire, **changes: Any) -> tuple[EncryptedInput, bytes]:
+    payload = bytes(wire.ring.degree // 8 * 78)
+    fields: dict[str, Any] = {
+        "request": 0,
+        "path": PATH,
+        "seeds": (bytes(32),),
+        "nbytes": len(payload),
+    }
+    return EncryptedInput(**(fields | changes)), payload
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"path": "model.layers.5.mlp.down_proj"}, "bad_product"),
+        ({"path": "lm_head"}, "bad_product"),
+        ({"seeds": (bytes(32),) * 2}, "bad_residues"),
+    ],
+)
+def test_a_bad_request_is_answered_with_its_reason(
+    llama: Path, addresses: tuple[str, ...], change: dict[str, Any], code: str
+) -> None:
+    wire = Wire(llama, addresses)
+    message, payload = encrypted_input(wire, **change)
+
+    async def send(link: Any) -> None:
+        await link._stream.send(message, payload)
+        answer, _ = await link._stream.receive()
+        assert (answer.code, bool(answer.message)) == (code, True)
+
+    wire.exchange(send)
+
+
+def test_residues_above_their_prime_are_refused(llama: Path, addresses: tuple[str, ...]) -> None:
+    wire = Wire(llama, addresses)
+    message, payload = encrypted_input(wire)
+
+    async def send(link: Any) -> None:
+        await link._stream.send(message, b"\xff" * len(payload))
+        answer, _ = await link._stream.receive()
+        assert answer.code == "bad_residues"
+
+    wire.exchange(send)
+
+
+def test_other_messages_and_models_are_refused(llama: Path, addresses: tuple[str, ...]) -> None:
+    wire = Wire(llama, addresses)
+
+    async def send(link: Any) -> None:
+        await link._stream.send(RotationKey(steps=1, nbytes=0))
+        answer, _ = await link._stream.receive()
+        assert answer.code == "unexpected"
+
+    wire.exchange(send)
+    with pytest.raises(RemoteError, match="this node serves"):
+        wire.exchange(send, model_id=ModelId("other@0000000000000000"))
+
+
+def test_a_lying_answer_ends_the_session(
+    llama: Path, addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Residues that no node can have made; it is no reason to ask another one the same."""
+    monkeypatch.setattr(
+        "nesa_node.server.private.private_server.pack_residues",
+        lambda ring, residues: (
+            b"\xff" * (residues.size // ring.degree // 2 * ring.degree // 8 * 52)
+        ),
+    )
+    with (
+        private_model(llama, addresses) as model,
+        pytest.raises(ProtocolError, match="not below its prime"),
+    ):
+        model.generate(random_ids(1, 4), **OPTIONS)
+
+
+def test_links_multiply_as_numpy_does(llama: Path, addresses: tuple[str, ...]) -> None:
+    wire = Wire(llama, addresses)
+    weight = reference(llama).get_parameter(f"{PATH}.weight").detach().double().numpy()
+    layout = plan_layout(weight.shape[0], weight.shape[1], wire.ring.parameters.slots)
+    x = np.random.default_rng(0).uniform(-1, 1, weight.shape[1])
+
+    async def send(link: Any) -> None:
+        tokens = [[wire.keys.secret.encrypt(slots) for slots in layout.pack(x)]] * 2
+        for blocks, scale in await link.multiply(PATH, layout, tokens):
+            y = layout.unpack([wire.keys.secret.decrypt(each, scale) for each in blocks])
+            assert np.abs(y - weight @ x).max() <= 1e-5 * np.abs(weight @ x).max()
+
+    wire.exchange(send)
