@@ -38,6 +38,7 @@ from nesa_node.engine.weights.adapter_files import (
 )
 from nesa_node.server.adapters.store import AdapterStore
 from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.peer_access import PeerAccess
 from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, list_published
 from nesa_node.swarm.adapter_transfer import (
     AdapterPeer,
@@ -49,7 +50,6 @@ from nesa_node.swarm.adapter_transfer import (
 )
 from nesa_node.swarm.dht.adapter_notices import MAX_ADAPTER_BYTES, AdapterNotice, ListedAdapter
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.p2p.identity import verify_adapter_proof
 from nesa_node.swarm.protocol.adapter_messages import (
     MAX_ADAPTER_DIGESTS,
     AdapterFiles,
@@ -151,7 +151,7 @@ class AdapterServer:
         self._find_layers = find_layers
         self._find_addresses = find_addresses
         self._authors = authors
-        self._allow, self._deny = allow, deny
+        self._access = PeerAccess(swarm, model_id, allow, deny)
         self._refusals = refusals or RefusalLog()
         self._limits = TransferLimits()
         self._budget = MessageBudget()
@@ -262,15 +262,9 @@ class AdapterServer:
             await self._swarm.notices.announce(notice, sealed)
 
     def _check_request(self, peer: PeerId, message: AnyMessage) -> None:
-        if peer in self._deny or (self._allow and peer not in self._allow):
-            raise ProtocolError("not_allowed", "this node does not serve this peer")
         if not isinstance(message, AdapterRequest):
             raise ProtocolError("unexpected", f"{message_name(message)} on a stream of adapters")
-        own = self._swarm.identity.peer_id
-        if not verify_adapter_proof(self._swarm.notices.membership, message.membership, peer, own):
-            raise ProtocolError("not_a_member", "the swarm keys of this node and its peer differ")
-        if message.model != self.model_id:
-            raise ProtocolError("wrong_model", f"this node serves {self.model_id}")
+        self._access.require(peer, message.membership, message.model)
 
     async def _dispatch(self, stream: Stream, message: AnyMessage) -> None:
         match message:

@@ -18,8 +18,9 @@ from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.server.attestation.quote_sources import QuoteSource
 from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.peer_access import PeerAccess
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.p2p.identity import public_key_bytes, verify_adapter_proof
+from nesa_node.swarm.p2p.identity import public_key_bytes
 from nesa_node.swarm.protocol.any_message import encode_message
 from nesa_node.swarm.protocol.attest_messages import Attest, Attested, QuotePart
 from nesa_node.swarm.protocol.stream import MAX_HEADER_BYTES, Stream
@@ -51,10 +52,9 @@ class AttestationServer:
         refusals: RefusalLog | None = None,
     ) -> None:
         self._swarm = swarm
-        self._model_id = model_id
         self._source = source
         self._find_served = find_served
-        self._allow, self._deny = allow, deny
+        self._access = PeerAccess(swarm, model_id, allow, deny)
         self._refusals = refusals or RefusalLog()
         self._waiting: Counter[PeerId] = Counter()
         self._turn = asyncio.Lock()
@@ -79,13 +79,7 @@ class AttestationServer:
             await send_refusal(stream, error)
 
     def _check_request(self, peer: PeerId, message: Attest) -> None:
-        if peer in self._deny or (self._allow and peer not in self._allow):
-            raise ProtocolError("not_allowed", "this node does not serve this peer")
-        own = self._swarm.identity.peer_id
-        if not verify_adapter_proof(self._swarm.notices.membership, message.membership, peer, own):
-            raise ProtocolError("not_a_member", "the swarm keys of this node and its peer differ")
-        if message.model != self._model_id:
-            raise ProtocolError("wrong_model", f"this node serves {self._model_id}")
+        self._access.require(peer, message.membership, message.model)
         if self._source is None:
             raise ProtocolError(
                 "no_attestation",

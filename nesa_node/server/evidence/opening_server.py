@@ -25,9 +25,9 @@ from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.model.recomputation import run_blocks, split_runs
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.peer_access import PeerAccess
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.openings import MAX_OPENING_BYTES, OpenedRow, read_opening
-from nesa_node.swarm.p2p.identity import verify_adapter_proof
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.messages import Computation
 from nesa_node.swarm.protocol.seal_messages import (
@@ -111,12 +111,11 @@ class OpeningServer:
     ) -> None:
         """The caller closes it."""
         self._swarm = swarm
-        self._model_id = model_id
         self._checkpoint = checkpoint
         self._find_span = find_span
         self._find_addresses = find_addresses
         self._report_wrong = report_wrong
-        self._allow, self._deny = allow, deny
+        self._access = PeerAccess(swarm, model_id, allow, deny)
         self._refusals = refusals or RefusalLog()
         self._limits = CheckLimits()
         self._is_busy = False
@@ -150,13 +149,8 @@ class OpeningServer:
             await send_refusal(stream, error)
 
     def _check_offer(self, peer: PeerId, offer: OpeningOffer) -> None:
-        if peer in self._deny or (self._allow and peer not in self._allow):
-            raise ProtocolError("not_allowed", "this node does not serve this peer")
+        self._access.require(peer, offer.membership, offer.model)
         own, accused = self._swarm.identity.peer_id, PeerId(offer.accused)
-        if not verify_adapter_proof(self._swarm.notices.membership, offer.membership, peer, own):
-            raise ProtocolError("not_a_member", "the swarm keys of this node and its peer differ")
-        if offer.model != self._model_id:
-            raise ProtocolError("wrong_model", f"this node serves {self._model_id}")
         span = self._find_span()
         if span is None or not span.covers(Span(*offer.blocks)):
             raise ProtocolError("wrong_blocks", f"this node serves blocks {span}")

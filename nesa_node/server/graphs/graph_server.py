@@ -21,9 +21,9 @@ from nesa_node.server.graphs.request_room import RequestRoom
 from nesa_node.server.graphs.served_pieces import ServedPieces
 from nesa_node.server.scheduler.batch import Executor
 from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.peer_access import PeerAccess
 from nesa_node.sharding.graph_plan import encode_plan
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.p2p.identity import verify_adapter_proof
 from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.graph_messages import (
@@ -120,7 +120,6 @@ class GraphServer:
         self.computed = 0
         """Requests that were computed."""
         self._swarm = swarm
-        self._model_id = model_id
         self._pieces = pieces
         self._executor = executor
         self._awaited = AwaitedValues()
@@ -130,7 +129,7 @@ class GraphServer:
         """Of values from other nodes, so that requests that wait for them leave room for them."""
         self._max_request_bytes = self._room.peer_bytes // 2
         self._idle_timeout_s = idle_timeout_s
-        self._allow, self._deny = allow, deny
+        self._access = PeerAccess(swarm, model_id, allow, deny)
         self._refusals = refusals or RefusalLog()
         self._streams: Counter[PeerId] = Counter()
         self._drain_s = 0.0
@@ -161,7 +160,7 @@ class GraphServer:
                 raise ProtocolError(
                     "unexpected", "a stream of pieces begins with graph_open or plan_request"
                 )
-            self._check(peer, message)
+            self._access.require(peer, message.membership, message.model)
             if isinstance(message, PlanRequest):
                 await self._send_plan(stream)
             else:
@@ -191,15 +190,6 @@ class GraphServer:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-
-    def _check(self, peer: PeerId, message: GraphOpen | PlanRequest) -> None:
-        if peer in self._deny or (self._allow and peer not in self._allow):
-            raise ProtocolError("not_allowed", "this node does not serve this peer")
-        own, membership = self._swarm.identity.peer_id, self._swarm.notices.membership
-        if not verify_adapter_proof(membership, message.membership, peer, own):
-            raise ProtocolError("not_a_member", "the swarm keys of this node and its peer differ")
-        if message.model != self._model_id:
-            raise ProtocolError("wrong_model", f"this node serves {self._model_id}")
 
     async def _send_plan(self, stream: Stream) -> None:
         content = encode_plan(self._pieces.plan)

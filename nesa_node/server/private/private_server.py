@@ -30,8 +30,8 @@ from nesa_node.privacy.packing import pack_residues, packed_bytes, unpack_residu
 from nesa_node.privacy.ring import Residues, Ring
 from nesa_node.server.private.encoded_blocks import EncodedBlocks
 from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.peer_access import PeerAccess
 from nesa_node.swarm.node import Swarm
-from nesa_node.swarm.p2p.identity import verify_adapter_proof
 from nesa_node.swarm.protocol.private_messages import (
     MAX_PAYLOAD_BYTES,
     EncryptedInput,
@@ -65,13 +65,11 @@ class PrivateServer:
         deny: frozenset[PeerId] = frozenset(),
         refusals: RefusalLog | None = None,
     ) -> None:
-        self._swarm = swarm
-        self._model_id = model_id
         self._checkpoint = checkpoint
         self._ring = ring
         self._find_span = find_span
         self._max_bytes = max_bytes
-        self._allow, self._deny = allow, deny
+        self._access = PeerAccess(swarm, model_id, allow, deny)
         self._refusals = refusals or RefusalLog()
         self._blocks: EncodedBlocks | None = None
         self._failure: str | None = None
@@ -86,7 +84,7 @@ class PrivateServer:
             message = await receive_first_message(stream)
             if not isinstance(message, PrivateOpen):
                 raise ProtocolError("unexpected", "a private stream begins with private_open")
-            self._check_open(peer, message)
+            self._access.require(peer, message.membership, message.model)
             async with self._counted(peer):
                 await self._serve(stream, message)
         except StreamClosedError:
@@ -94,15 +92,6 @@ class PrivateServer:
         except ProtocolError as error:
             self._refusals.record(peer=peer, code=error.code, reason=str(error))
             await send_refusal(stream, error)
-
-    def _check_open(self, peer: PeerId, message: PrivateOpen) -> None:
-        if peer in self._deny or (self._allow and peer not in self._allow):
-            raise ProtocolError("not_allowed", "this node does not serve this peer")
-        own = self._swarm.identity.peer_id
-        if not verify_adapter_proof(self._swarm.notices.membership, message.membership, peer, own):
-            raise ProtocolError("not_a_member", "the swarm keys of this node and its peer differ")
-        if message.model != self._model_id:
-            raise ProtocolError("wrong_model", f"this node serves {self._model_id}")
 
     @asynccontextmanager
     async def _counted(self, peer: PeerId) -> AsyncIterator[None]:

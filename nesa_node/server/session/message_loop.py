@@ -276,13 +276,14 @@ MAX_LOGGED_REFUSALS = 20
 
 REFUSAL_CODES = (
     "adapter_too_large", "author_full", "bad_frame", "bad_link", "bad_opening", "bad_position",
-    "bad_prefix", "bad_rows", "bad_seal", "bad_spec", "bad_tensor", "busy", "cache_full",
-    "context_length", "downstream_lost", "draining", "future_epoch", "idle_timeout",
-    "no_attestation", "not_a_member", "not_allowed", "not_checkable", "not_computed", "not_donor",
-    "not_finite", "not_kept", "not_linked", "not_listed", "not_opened", "not_trained",
-    "not_upstream", "plan_mismatch", "session_exists", "stale_epoch", "stale_step", "step_conflict",
-    "too_large", "transfer_timeout", "unexpected", "unknown_adapter", "unknown_quality",
-    "unknown_session", "version_mismatch", "wrong_adapter", "wrong_blocks", "wrong_model",
+    "bad_prefix", "bad_product", "bad_residues", "bad_rows", "bad_seal", "bad_spec", "bad_tensor",
+    "busy", "cache_full", "context_length", "downstream_lost", "draining", "future_epoch",
+    "idle_timeout", "no_attestation", "no_private", "not_a_member", "not_allowed", "not_checkable",
+    "not_computed", "not_donor", "not_finite", "not_kept", "not_linked", "not_listed", "not_opened",
+    "not_trained", "not_upstream", "plan_mismatch", "session_exists", "stale_epoch", "stale_step",
+    "step_conflict", "too_large", "transfer_timeout", "unexpected", "unknown_adapter",
+    "unknown_quality", "unknown_session", "version_mismatch", "wrong_adapter", "wrong_blocks",
+    "wrong_model",
 )  # fmt: skip
 """All codes of refusals, for metrics."""
 

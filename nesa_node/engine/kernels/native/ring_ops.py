@@ -38,23 +38,12 @@ def ring_values(degree: int, processor: Processor) -> ir.Module:
     Fields: rows; K P; P; tables.
     """
     code = _RingBuilder("ring_values", degree, processor)
-    at, lanes = code.ir_builder, code.vector_floats
+    lanes = code.vector_floats
     with code.for_each_row() as row:
         table = row.table
         size = degree // 2
         while size > lanes:
-            with code.for_each(I64(degree // (2 * size))) as group:
-                factor = table.factor(at.add(group, I64(degree // (2 * size))))
-                first = at.mul(group, I64(2 * size))
-                with code.for_each(I64(size), lanes) as step:
-                    place = at.add(first, step)
-                    upper, lower = (
-                        code.load(row.start, at.add(place, I64(offset))) for offset in (0, size)
-                    )
-                    for offset, value in zip(
-                        (0, size), code.forward(upper, lower, factor, table), strict=True
-                    ):
-                        code.store(value, row.start, at.add(place, I64(offset)))
+            code.combine(row, size, code.forward)
             size //= 2
         with code.for_each(I64(degree // (2 * lanes))) as chunk:
             pair = code.load_pair(row.start, chunk)
@@ -77,7 +66,7 @@ def ring_coefficients(degree: int, processor: Processor) -> ir.Module:
     Fields: rows; K P; P; tables.
     """
     code = _RingBuilder("ring_coefficients", degree, processor)
-    at, lanes = code.ir_builder, code.vector_floats
+    lanes = code.vector_floats
     with code.for_each_row(inverse=True) as row:
         table = row.table
         with code.for_each(I64(degree // (2 * lanes))) as chunk:
@@ -91,18 +80,7 @@ def ring_coefficients(degree: int, processor: Processor) -> ir.Module:
             for half, value in enumerate(pair.values):
                 code.store_half(value, row.start, chunk, half)
         while size < degree:
-            with code.for_each(I64(degree // (2 * size))) as group:
-                factor = table.factor(at.add(group, I64(degree // (2 * size))))
-                first = at.mul(group, I64(2 * size))
-                with code.for_each(I64(size), lanes) as step:
-                    place = at.add(first, step)
-                    upper, lower = (
-                        code.load(row.start, at.add(place, I64(offset))) for offset in (0, size)
-                    )
-                    for offset, value in zip(
-                        (0, size), code.backward(upper, lower, factor, table), strict=True
-                    ):
-                        code.store(value, row.start, at.add(place, I64(offset)))
+            code.combine(row, size, code.backward)
             size *= 2
         scale = table.constant(DEGREE_INVERSE)
         with code.for_each(I64(degree), lanes) as place:
@@ -287,6 +265,10 @@ class _PrimeTable:
         return self.code.load_all_lanes(self.start, I64(NEGATIVE_INVERSE))
 
 
+_Butterfly = Callable[[ir.Value, ir.Value, _Factor, _PrimeTable], tuple[ir.Value, ir.Value]]
+"""Of two numbers, a factor and its prime, two others."""
+
+
 @dataclass(frozen=True)
 class _Row:
     start: ir.Value
@@ -401,6 +383,19 @@ class _RingBuilder(JobBuilder):
             return at.shuffle_vector(few, few, mask)
 
         return _Factor(spread(first), spread(at.add(first, I64(self.degree))))
+
+    def combine(self, row: _Row, size: int, butterfly: _Butterfly) -> None:
+        """Combine all numbers of a row that are `size` apart, at least a vector."""
+        at, groups = self.ir_builder, self.degree // (2 * size)
+        with self.for_each(I64(groups)) as group:
+            factor = row.table.factor(at.add(group, I64(groups)))
+            first = at.mul(group, I64(2 * size))
+            with self.for_each(I64(size), self.vector_floats) as step:
+                places = [at.add(at.add(first, step), I64(offset)) for offset in (0, size)]
+                upper, lower = (self.load(row.start, place) for place in places)
+                combined = butterfly(upper, lower, factor, row.table)
+                for place, value in zip(places, combined, strict=True):
+                    self.store(value, row.start, place)
 
     def below(self, value: ir.Value, bound: ir.Value) -> ir.Value:
         """A number below twice `bound`, or what is left of it behind `bound`."""
