@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from nesa_node.client.private.private_link import SessionKeys, open_private_link
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.client.session.connection import join_as_client
 from nesa_node.core.errors import (
+    BusyError,
     ConfigError,
     MissingBlocksError,
     ProtocolError,
@@ -174,7 +176,11 @@ class Wire:
                 ) as link:
                     await send(link)
 
-        asyncio.run(run())
+        while True:
+            try:
+                return asyncio.run(run())
+            except BusyError:  # it encodes its weights
+                time.sleep(0.5)
 
 
 PATH = "model.layers.0.mlp.down_proj"
