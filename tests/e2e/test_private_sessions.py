@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+from nesa_node.client.model.loop_thread import Interrupt
+from nesa_node.client.private import private_connection
 from nesa_node.client.private.private_link import SessionKeys, open_private_link
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.client.session.connection import join_as_client
@@ -31,6 +35,7 @@ from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.privacy.layout import plan_layout
 from nesa_node.privacy.native_ring import make_ring
 from nesa_node.privacy.parameters import RingParameters
+from nesa_node.server.private.private_server import PrivateServer
 from nesa_node.swarm.protocol.private_messages import EncryptedInput, RotationKey
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS, reference
@@ -164,7 +169,9 @@ class Wire:
         self.model_id = compute_model_id(self._checkpoint)
         self._addresses = addresses
 
-    def exchange(self, send: Callable[[Any], Any], *, model_id: ModelId | None = None) -> None:
+    def exchange(
+        self, send: Callable[[Any], Any], *, model_id: ModelId | None = None, block: int = 0
+    ) -> None:
         """Open a link to the first node; `send` gets it."""
 
         async def run() -> None:
@@ -172,7 +179,7 @@ class Wire:
             async with join_as_client(options) as swarm:
                 peer = PeerId(self._addresses[0].rpartition("/")[2])
                 async with open_private_link(
-                    swarm, model_id or self.model_id, peer, self._addresses, self.keys
+                    swarm, model_id or self.model_id, peer, self._addresses, self.keys, block
                 ) as link:
                     await send(link)
 
@@ -242,6 +249,63 @@ def test_other_messages_and_models_are_refused(llama: Path, addresses: tuple[str
     wire.exchange(send)
     with pytest.raises(RemoteError, match="this node serves"):
         wire.exchange(send, model_id=ModelId("other@0000000000000000"))
+
+
+def test_a_node_with_other_blocks_by_now_is_given_no_keys(
+    llama: Path, addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = Wire(llama, addresses)
+    monkeypatch.setattr(SessionKeys, "packed", lambda *_: pytest.fail("keys were made"))
+    with pytest.raises(ProtocolError, match="multiplies with blocks"):
+        wire.exchange(lambda _: None, block=4)
+
+
+def test_a_node_that_breaks_the_protocol_is_passed_over(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It claims all blocks, so that it is asked first."""
+    serve = PrivateServer._serve
+
+    async def serve_wrongly(server: PrivateServer, stream: Any, opened: Any) -> None:
+        if server._blocks is not None and len(server._blocks.span) == BLOCKS:
+            await stream.send(RotationKey(steps=1, nbytes=0))
+        else:
+            await serve(server, stream, opened)
+
+    monkeypatch.setattr(PrivateServer, "_serve", serve_wrongly)
+    prompt = random_ids(1, 5)
+    spans = [Span(0, BLOCKS), *HALVES]
+    with (
+        in_process_swarm(llama, spans, tmp_path, private="ckks") as joining,
+        private_model(llama, joining) as model,
+    ):
+        tokens = model.generate(prompt, **OPTIONS)
+        assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
+
+
+def test_an_interrupted_session_opens_no_stream_again(
+    llama: Path, addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = 0
+    open_link = open_private_link
+
+    def count(*arguments: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        return open_link(*arguments)
+
+    monkeypatch.setattr(private_connection, "open_private_link", count)
+    interrupt = Interrupt()
+    with private_model(llama, addresses) as model:
+        Timer(1.0, interrupt.set).start()
+        with (
+            pytest.raises(CancelledError),
+            model.inference_session(max_length=400, interrupt=interrupt) as session,
+        ):
+            session.step(random_ids(1, 390))
+        before = opened
+        time.sleep(3)
+        assert before == opened == len(HALVES)
 
 
 def test_a_lying_answer_ends_the_session(

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from nesa_node.client.private.private_link import Answer
+from nesa_node.core.errors import ProtocolError
 from nesa_node.privacy.ciphertext import FreshCiphertext
 from nesa_node.privacy.layout import ProductLayout, plan_layout
 from nesa_node.privacy.products import LinearProduct
@@ -20,6 +22,10 @@ from nesa_node.privacy.secret_key import SecretKey
 
 Ask = Callable[[str, ProductLayout, Sequence[Sequence[FreshCiphertext]]], Sequence[Answer]]
 """Has a node multiply each token's ciphertexts with the weights at a path. Blocks the thread."""
+
+
+TOKENS_AT_ONCE = 32
+"""Of one request: their ciphertexts and answers are in memory."""
 
 
 class EncryptedProduct:
@@ -48,6 +54,23 @@ class EncryptedProduct:
 
     def _multiply(self, x: Tensor) -> dict[str, Tensor]:
         x_TI = x.reshape(-1, self._product.inputs).double().cpu().numpy()
+        if not np.isfinite(x_TI).all():
+            raise ProtocolError(
+                "not_finite",
+                f"inputs of {self._product.paths[0]} are not finite: a node multiplied wrongly, or "
+                f"the model's numbers are too large for {x.dtype}",
+            )
+        starts = range(0, len(x_TI), TOKENS_AT_ONCE)
+        rows = [self._multiply_rows(x_TI[start : start + TOKENS_AT_ONCE]) for start in starts]
+        y_TO = torch.from_numpy(np.concatenate(rows)).to(device=x.device, dtype=x.dtype)
+        if not torch.isfinite(y_TO).all():
+            path = self._product.paths[0]
+            raise ProtocolError("not_finite", f"a node's product at {path} is not finite")
+        y = y_TO.reshape(*x.shape[:-1], -1)
+        parts = torch.split(y, list(self._product.outputs), dim=-1)
+        return dict(zip(self._product.paths, parts, strict=True))
+
+    def _multiply_rows(self, x_TI: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         # Each token has the largest size that can be encrypted; how large it was stays here.
         largest_T = np.abs(x_TI).max(1)
         scales_T = np.where(largest_T > 0, largest_T, 1.0)
@@ -60,10 +83,7 @@ class EncryptedProduct:
             self._layout.unpack([self._secret.decrypt(block, scale) for block in blocks]) * largest
             for (blocks, scale), largest in zip(answers, scales_T, strict=True)
         ]
-        y_TO = torch.from_numpy(np.stack(rows)).to(device=x.device, dtype=x.dtype)
-        y = y_TO.reshape(*x.shape[:-1], -1)
-        parts = torch.split(y, list(self._product.outputs), dim=-1)
-        return dict(zip(self._product.paths, parts, strict=True))
+        return np.stack(rows)
 
 
 class EncryptedLinear(nn.Module):

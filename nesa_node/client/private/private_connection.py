@@ -7,10 +7,12 @@ alone: where one is lost, another gets them and the product again.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -27,11 +29,18 @@ from nesa_node.client.private.private_link import (
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.client.session.base import BlockSession, SessionPrefix, SwarmConnection
 from nesa_node.client.session.connection import join_as_client
+from nesa_node.client.verification.attestor import Attestor
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.errors import (
+    AttestationError,
     BusyError,
+    FrameError,
     MissingBlocksError,
+    NesaError,
     PeerUnreachableError,
+    ProtocolError,
     RemoteError,
+    StreamClosedError,
     UnsupportedFeatureError,
 )
 from nesa_node.core.ids import ModelId, PeerId, Span
@@ -48,11 +57,14 @@ from nesa_node.privacy.parameters import RingParameters
 from nesa_node.privacy.products import list_products
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.node import Swarm, swarm_samples
+from nesa_node.verification.attestation.policy import AttestationPolicy, read_policy
 
 log = get_logger(__name__)
 
 RETRY_S = 1.0
 """Between looks for a node that serves a block."""
+ASK_LOST_AGAIN_S = 5.0
+"""Until a node that could not be reached is asked again."""
 
 
 class PrivateNodes:
@@ -65,18 +77,26 @@ class PrivateNodes:
         num_blocks: int,
         keys: SessionKeys,
         options: ConnectionOptions,
+        attestor: Attestor | None,
+        barred: Mapping[PeerId, str],
     ) -> None:
+        """`barred` are nodes that are not asked, and why."""
         self._swarm = swarm
         self._model_id = model_id
         self._num_blocks = num_blocks
         self._keys = keys
         self._options = options
+        self._attestor = attestor
         self._links: dict[PeerId, tuple[PrivateLink, AsyncExitStack]] = {}
-        self._refused: dict[PeerId, str] = {}
-        """Why these nodes are not asked again in this session."""
-        self._busy: dict[PeerId, str] = {}
+        self._refused: dict[PeerId, str] = dict(barred)
+        """Why these nodes are not asked in this session."""
+        self._lost: dict[PeerId, tuple[float, str]] = {}
+        """When and why nodes could not be reached, which are asked again after a pause."""
+        self._busy: dict[PeerId, BusyError] = {}
         """What nodes with the block that is looked for said, which may be asked again."""
         self._opening = asyncio.Lock()
+        self._asking: set[Future[Sequence[Answer]]] = set()
+        self._is_closed = False
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -89,6 +109,23 @@ class PrivateNodes:
         while block < span.end:
             block = (await self._find_link(block)).span.end
 
+    def ask(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        block: int,
+        path: str,
+        layout: ProductLayout,
+        tokens: Sequence[Sequence[FreshCiphertext]],
+    ) -> Sequence[Answer]:
+        """`multiply` in `loop`, from another thread; closing cancels it."""
+        self._require_open()
+        asking = asyncio.run_coroutine_threadsafe(self.multiply(block, path, layout, tokens), loop)
+        self._asking.add(asking)
+        try:
+            return asking.result()
+        finally:
+            self._asking.discard(asking)
+
     async def multiply(
         self,
         block: int,
@@ -96,72 +133,102 @@ class PrivateNodes:
         layout: ProductLayout,
         tokens: Sequence[Sequence[FreshCiphertext]],
     ) -> Sequence[Answer]:
-        """Have a node multiply, and another one where that is lost.
+        """Have a node multiply, and another one where that is lost or refuses.
 
-        Raises `MissingBlocksError` where no node serves the block any more, `RemoteError` and
+        Raises `MissingBlocksError` or `BusyError` where no node serves the block any more, and
         `ProtocolError` for a node that answers something else than a product.
         """
         while True:
             link = await self._find_link(block)
             try:
                 return await link.multiply(path, layout, tokens)
-            except PeerUnreachableError as error:
+            except (PeerUnreachableError, FrameError, RemoteError) as error:
+                self._require_open()
                 log.info("private_node_lost", peer=link.peer, reason=str(error))
-                self._refused[link.peer] = str(error)
+                self._note_failure(link.peer, error)
                 await self._drop(link.peer)
+
+    def _note_failure(self, peer: PeerId, error: NesaError) -> None:
+        if isinstance(error, RemoteError) and error.code in ("draining", "idle_timeout"):
+            return
+        if isinstance(error, PeerUnreachableError | FrameError):
+            self._lost[peer] = time.monotonic(), str(error)
+        else:
+            self._refused[peer] = str(error)
 
     async def _find_link(self, block: int) -> PrivateLink:
         started = time.monotonic()
         async with self._opening:
             while True:
+                self._require_open()
                 for link, _ in self._links.values():
                     if link.span.start <= block < link.span.end:
                         return link
-                if await self._try_open(block):
-                    continue
                 options = self._options
                 wait_s = options.queue_timeout_s if self._busy else options.recovery_timeout_s
+                if await self._try_open(block, started + wait_s):
+                    continue
                 if time.monotonic() > started + wait_s:
-                    raise MissingBlocksError([(block, block + 1)], self._describe_refusals())
+                    raise self._describe_failure(block)
                 await asyncio.sleep(RETRY_S)
 
-    def _describe_refusals(self) -> str:
-        said = [f"{peer}: {reason}" for peer, reason in (self._refused | self._busy).items()]
+    def _describe_failure(self, block: int) -> NesaError:
+        if self._busy:
+            return next(iter(self._busy.values()))
+        lost = {peer: reason for peer, (_, reason) in self._lost.items()}
+        said = [f"{peer}: {reason}" for peer, reason in (self._refused | lost).items()]
         needed = "no node with it serves private sessions (`nesa-node run --private ckks`)"
-        return "; ".join([needed, *said])
+        return MissingBlocksError([(block, block + 1)], "; ".join([needed, *said]))
 
-    async def _try_open(self, block: int) -> bool:
+    async def _try_open(self, block: int, deadline: float) -> bool:
         """Open a link to a node with `block`, the one with most blocks behind it first."""
         await self._swarm.directory.fetch(self._model_id, self._num_blocks)
         snapshot = self._swarm.directory.snapshot(self._model_id, self._num_blocks)
         nodes = [
             node
             for node in snapshot.nodes
-            if node.span.start <= block < node.span.end and node.peer_id not in self._refused
+            if node.span.start <= block < node.span.end and self._may_ask(node.peer_id)
         ]
         self._busy.clear()
         for node in sorted(nodes, key=lambda each: -each.span.end):
+            if time.monotonic() > deadline:
+                return False
             stack = AsyncExitStack()
             try:
+                if self._attestor is not None:
+                    await self._attestor.require(node.peer_id, node.span, node.addresses)
                 link = await stack.enter_async_context(
                     open_private_link(
-                        self._swarm, self._model_id, node.peer_id, node.addresses, self._keys
+                        self._swarm, self._model_id, node.peer_id, node.addresses, self._keys, block
                     )
                 )
             except BusyError as error:
-                self._busy[node.peer_id] = str(error)
-            except (PeerUnreachableError, RemoteError) as error:
-                self._refused[node.peer_id] = str(error)
+                self._busy[node.peer_id] = error
+            except (PeerUnreachableError, ProtocolError, AttestationError) as error:
+                self._note_failure(node.peer_id, error)
             else:
                 self._links[node.peer_id] = link, stack
+                if self._is_closed:
+                    await self._drop(node.peer_id)
                 return True
         return False
+
+    def _may_ask(self, peer: PeerId) -> bool:
+        lost_at, _ = self._lost.get(peer, (-math.inf, ""))
+        return peer not in self._refused and time.monotonic() > lost_at + ASK_LOST_AGAIN_S
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise StreamClosedError("the session is closed")
 
     async def _drop(self, peer: PeerId) -> None:
         if (held := self._links.pop(peer, None)) is not None:
             await held[1].aclose()
 
     async def close(self) -> None:
+        self._is_closed = True
+        for asking in list(self._asking):
+            asking.cancel()
         for peer in list(self._links):
             await self._drop(peer)
 
@@ -190,8 +257,14 @@ class PrivateConnection(SwarmConnection):
     """`SwarmConnection` whose nodes see no hidden states."""
 
     def __init__(
-        self, swarm: Swarm, checkpoint: Checkpoint, options: ConnectionOptions, dtype: torch.dtype
+        self,
+        swarm: Swarm,
+        checkpoint: Checkpoint,
+        options: ConnectionOptions,
+        dtype: torch.dtype,
+        policy: AttestationPolicy | None,
     ) -> None:
+        """With a `policy` only nodes are asked whose hardware proves what it demands."""
         self._swarm = swarm
         self._checkpoint = checkpoint
         self._options = options
@@ -199,6 +272,10 @@ class PrivateConnection(SwarmConnection):
         self._model_id = compute_model_id(checkpoint)
         swarm.directory.set_num_blocks(self._model_id, checkpoint.num_blocks)
         self._ring = make_ring(RingParameters())
+        self._attestor = None
+        if policy is not None:
+            self._attestor = Attestor(swarm, self._model_id, checkpoint, policy)
+        self._barred = AuditHistory(options.audits_path).barred
 
     @asynccontextmanager
     async def open_session(
@@ -215,7 +292,13 @@ class PrivateConnection(SwarmConnection):
             raise _no_adapters()
         keys = await asyncio.to_thread(SessionKeys, self._ring)
         nodes = PrivateNodes(
-            self._swarm, self._model_id, self._checkpoint.num_blocks, keys, self._options
+            self._swarm,
+            self._model_id,
+            self._checkpoint.num_blocks,
+            keys,
+            self._options,
+            self._attestor,
+            self._barred,
         )
         worker = ThreadPoolExecutor(1, thread_name_prefix="nesa-private")
         try:
@@ -275,16 +358,7 @@ def _load_blocks(
     skeleton = Skeleton(checkpoint)
     products: dict[str, EncryptedProduct] = {}
     for index in range(span.start, span.end):
-
-        def ask(
-            path: str,
-            layout: ProductLayout,
-            tokens: Sequence[Sequence[FreshCiphertext]],
-            block: int = index,
-        ) -> Sequence[Answer]:
-            asking = nodes.multiply(block, path, layout, tokens)
-            return asyncio.run_coroutine_threadsafe(asking, loop).result()
-
+        ask = partial(nodes.ask, loop, index)
         for each in list_products(skeleton, Span(index, index + 1)):
             product = EncryptedProduct(each, keys.ring, keys.secret, ask)
             products |= dict.fromkeys(each.paths, product)
@@ -316,8 +390,13 @@ async def open_private_connection(
 
     Raises as `open_connection` does.
     """
+    policy = None
+    if options.require_attestation is not None:
+        policy = await asyncio.to_thread(read_policy, options.require_attestation)
     async with join_as_client(options) as swarm:
-        connection = await asyncio.to_thread(PrivateConnection, swarm, checkpoint, options, dtype)
+        connection = await asyncio.to_thread(
+            PrivateConnection, swarm, checkpoint, options, dtype, policy
+        )
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(swarm.transport.wait_until_lost())
             yield connection

@@ -37,7 +37,8 @@ from nesa_node.swarm.protocol.private_messages import (
 )
 from nesa_node.swarm.protocol.stream import Stream, peer_timeout
 
-OPEN_TIMEOUT_S = 30.0
+OPEN_TIMEOUT_S = 10.0
+"""For a node to answer; its keys then take as long as they take, each `FRAME_TIMEOUT_S`."""
 PRODUCT_TIMEOUT_S = 60.0
 """Of one token's product; a node that takes longer is left."""
 
@@ -91,7 +92,8 @@ class PrivateLink:
         self, path: str, layout: ProductLayout, tokens: Sequence[Sequence[FreshCiphertext]]
     ) -> list[Answer]:
         fresh = [chunk for chunks in tokens for chunk in chunks]
-        payload = pack_residues(self._ring, np.stack([each.c0 for each in fresh]))
+        c0 = np.stack([each.c0 for each in fresh])
+        payload = await asyncio.to_thread(pack_residues, self._ring, c0)
         message = EncryptedInput(
             request=next(self._numbers),
             path=path,
@@ -101,15 +103,15 @@ class PrivateLink:
         shape, size = (len(layout.blocks), 2), packed_bytes(self._ring, 2)
         answers = []
         try:
-            async with peer_timeout(self.peer, PRODUCT_TIMEOUT_S, "a product was asked for"):
-                await self._stream.send(message, payload)
+            await self._stream.send(message, payload)
             for token in range(len(tokens)):
                 async with peer_timeout(self.peer, PRODUCT_TIMEOUT_S, "a product was computed"):
                     answer, data = await self._stream.receive(
                         max_tensor_bytes=shape[0] * shape[1] * size
                     )
                 output = self._check(answer, message.request, token)
-                answers.append((unpack_residues(self._ring, data, shape, 2), output.scale))
+                parts = await asyncio.to_thread(unpack_residues, self._ring, data, shape, 2)
+                answers.append((parts, output.scale))
         except StreamClosedError as error:
             raise PeerUnreachableError(str(error)) from None
         return answers
@@ -132,36 +134,46 @@ async def open_private_link(
     peer: PeerId,
     addresses: Sequence[str],
     keys: SessionKeys,
+    block: int,
 ) -> AsyncIterator[PrivateLink]:
-    """Open a stream to a node and give it the keys that its products need.
+    """Open a stream to a node that has `block`, and give it the keys that its products need.
 
     Raises `PeerUnreachableError` (also for a node that serves no private sessions), `BusyError`,
-    and `RemoteError` for a node that refuses.
+    `RemoteError` for a node that refuses, and `ProtocolError` for one that breaks the protocol or
+    has other blocks by now.
     """
     async with peer_timeout(peer, OPEN_TIMEOUT_S, "a private stream was opened"):
         pipes = await swarm.transport.open_stream(peer, PRIVATE_PROTOCOL, addresses)
     stream = Stream(peer, *pipes)
     try:
-        async with peer_timeout(peer, OPEN_TIMEOUT_S, "a private stream was opened"):
-            proof = adapter_proof(swarm.notices.membership, swarm.transport.peer_id, peer)
-            opening = PrivateOpen(model=model_id, membership=proof, scheme="ckks", seed=keys.seed)
-            try:
-                await stream.send(opening)
+        try:
+            async with peer_timeout(peer, OPEN_TIMEOUT_S, "a private stream was opened"):
+                proof = adapter_proof(swarm.notices.membership, swarm.transport.peer_id, peer)
+                await stream.send(
+                    PrivateOpen(model=model_id, membership=proof, scheme="ckks", seed=keys.seed)
+                )
                 message, _ = await stream.receive()
-                match message:
-                    case PrivateOpened():
-                        await _send_keys(stream, message, keys)
-                    case Busy():
-                        raise BusyError(f"{peer} is busy: {message.message}", message.retry_after_s)
-                    case ErrorMessage():
-                        raise RemoteError(message.code, f"{peer}: {message.message}")
-                    case _:
-                        raise ProtocolError("unexpected", f"{peer} does not answer private_open")
-            except StreamClosedError as error:
-                raise PeerUnreachableError(str(error)) from None
-        yield PrivateLink(stream, Span(*message.blocks), keys.ring)
+            opened = _check_opened(message, peer, block)
+            await _send_keys(stream, opened, keys)
+        except StreamClosedError as error:
+            raise PeerUnreachableError(str(error)) from None
+        yield PrivateLink(stream, Span(*opened.blocks), keys.ring)
     finally:
         await stream.close()
+
+
+def _check_opened(message: AnyMessage, peer: PeerId, block: int) -> PrivateOpened:
+    match message:
+        case PrivateOpened(blocks=(start, end)) if start <= block < end:
+            return message
+        case PrivateOpened():
+            raise ProtocolError("wrong_blocks", f"{peer} multiplies with blocks {message.blocks}")
+        case Busy():
+            raise BusyError(f"{peer} is busy: {message.message}", message.retry_after_s)
+        case ErrorMessage():
+            raise RemoteError(message.code, f"{peer}: {message.message}")
+        case _:
+            raise ProtocolError("unexpected", f"{peer} does not answer private_open")
 
 
 async def _send_keys(stream: Stream, opened: PrivateOpened, keys: SessionKeys) -> None:

@@ -70,10 +70,11 @@ class ConnectionOptions:
     """How an audit compares outputs (`verification/schemes.py`)."""
 
     verify: RedundancyName = "none"
-    private: PrivacyName = "none"
-    """How nodes compute without seeing hidden states; "none": they see them."""
     """Rule by which several nodes compute each block, in stars, or several chains ("cdv") all
     blocks. Then sessions reuse no prefixes."""
+
+    private: PrivacyName = "none"
+    """How nodes compute without seeing hidden states; "none": they see them."""
 
     audits_path: Path | None = None
     """File that remembers what audits said of each node; None: only for this connection."""
@@ -117,6 +118,11 @@ class ConnectionOptions:
             raise ConfigError(
                 f"verify={self.verify!r} compares hidden states of nodes, and with "
                 f"private={self.private!r} they have none: give one of them"
+            )
+        if self.private != "none" and self.keep_session is not None:
+            raise ConfigError(
+                f"keep_session is what audits are made of, and private={self.private!r} has none: "
+                "give one of them"
             )
         if not 0 <= self.audit <= 1:
             raise ConfigError(f"audit={self.audit}: give a share of sessions from 0 to 1")

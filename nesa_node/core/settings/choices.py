@@ -8,8 +8,9 @@ AttestationSource = Literal["none", "auto", "tdx", "snp", "command"]
 AuditScheme = Literal["relative-l2", "jl-32", "toploc", "simhash", "dhash", "dhash-z"]
 """Ways to compare outputs in audits; `verification/schemes.py` implements them."""
 RedundancyName = Literal["none", "2of3", "paper", "cdv"]
-PrivacyName = Literal["none", "ckks"]
 """How nodes check each other (`nesa_node/verification/agreement.py`)."""
+PrivacyName = Literal["none", "ckks"]
+"""How hidden states are kept from nodes (`docs/private-sessions.md`)."""
 QuantType = Literal["none", "int8", "nf4"]
 RouteName = Literal["chain", "star"]
 Precision = Literal["nf4", "int8", "full"]

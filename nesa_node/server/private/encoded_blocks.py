@@ -45,6 +45,7 @@ class EncodedBlocks:
         }
         self.rotations = required_rotations(list(self._layouts.values()))
         self._matrices: dict[str, EncodedMatrix] = {}
+        self._is_stopped = False
         self.nbytes = sum(each.nbytes(len(ring.primes)) for each in self._layouts.values())
         free = free_memory_bytes("cpu") - RESERVE_BYTES
         if self.nbytes > (most := min(free, free if max_bytes is None else max_bytes)):
@@ -62,11 +63,17 @@ class EncodedBlocks:
         names = [f"{path}.weight" for product in self._products.values() for path in product.paths]
         self._skeleton.checkpoint.fetch(self._skeleton.source_names(names))
         for path, product in self._products.items():
+            if self._is_stopped:
+                return
             weight = np.concatenate([self._read_weight(each) for each in product.paths])
             try:
                 self._matrices[path] = encode_matrix(self._ring, self._layouts[path], weight)
             except ValueError as error:
                 raise UnsupportedModelError(f"{path}: {error}") from error
+
+    def stop(self) -> None:
+        """Have `encode` end early; the blocks are of no use then."""
+        self._is_stopped = True
 
     def _read_weight(self, path: str) -> npt.NDArray[np.float64]:
         weight: npt.NDArray[np.float64] = (

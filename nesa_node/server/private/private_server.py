@@ -32,8 +32,9 @@ from nesa_node.server.private.encoded_blocks import EncodedBlocks
 from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
 from nesa_node.server.session.peer_access import PeerAccess
 from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.private_messages import (
-    MAX_PAYLOAD_BYTES,
+    MAX_VECTORS,
     EncryptedInput,
     EncryptedOutput,
     PrivateOpen,
@@ -46,6 +47,11 @@ log = get_logger(__name__)
 
 MAX_STREAMS, MAX_STREAMS_PER_PEER = 16, 4
 """At once; each has up to 40 MB of keys."""
+KEY_TIMEOUT_S = 60.0
+"""For each key to come."""
+IDLE_TIMEOUT_S = 600.0
+"""Between products; a client that waited longer opens the stream again."""
+RETRY_ENCODING_S = 60.0
 _BUSY_RETRY_S = 5.0
 
 
@@ -107,37 +113,33 @@ class PrivateServer:
                 del self._streams[peer]
 
     async def _serve(self, stream: Stream, opened: PrivateOpen) -> None:
-        blocks = self._blocks
-        if self._failure is not None:
-            raise ProtocolError("no_private", f"weights were not encoded: {self._failure}")
-        if blocks is None:
-            raise BusyError("this node encodes its weights", _BUSY_RETRY_S)
-        span = blocks.span
-        await stream.send(
-            PrivateOpened(blocks=(span.start, span.end), rotations=tuple(blocks.rotations))
-        )
-        keys = await self._receive_keys(stream, opened.seed, blocks.rotations)
-        while True:
-            message, payload = await stream.receive(max_tensor_bytes=MAX_PAYLOAD_BYTES)
-            if not isinstance(message, EncryptedInput):
-                raise ProtocolError("unexpected", "only encrypted inputs follow the keys")
-            await self._multiply(stream, blocks, keys, message, payload)
-
-    async def _receive_keys(
-        self, stream: Stream, seed: bytes, rotations: list[int]
-    ) -> dict[int, Residues]:
-        """All keys, expanded: [D, 2, P, N] each."""
-        ring, primes = self._ring, len(self._ring.primes)
-        most = (primes - 1) * packed_bytes(ring, primes)
+        blocks = self._require_blocks(None)
+        span, rotations = blocks.span, blocks.rotations
+        del blocks  # their successors need the memory
+        await stream.send(PrivateOpened(blocks=(span.start, span.end), rotations=tuple(rotations)))
+        most = (len(self._ring.primes) - 1) * packed_bytes(self._ring, len(self._ring.primes))
         keys: dict[int, Residues] = {}
         for steps in rotations:
-            message, payload = await stream.receive(max_tensor_bytes=most)
+            message, payload = await _receive(stream, KEY_TIMEOUT_S, most)
             if not isinstance(message, RotationKey) or message.steps != steps:
                 raise ProtocolError("unexpected", f"the key of rotation {steps} was to come")
-            b_DPN = await asyncio.to_thread(unpack_residues, ring, payload, (primes - 1,), primes)
-            expand = RotationKeys(seed, {steps: b_DPN}).expand
-            keys |= await asyncio.to_thread(expand, ring)
-        return keys
+            keys |= await asyncio.to_thread(_expand, self._ring, opened.seed, steps, payload)
+        most = MAX_VECTORS * packed_bytes(self._ring, len(self._ring.primes) - 1)
+        while True:
+            message, payload = await _receive(stream, IDLE_TIMEOUT_S, most)
+            if not isinstance(message, EncryptedInput):
+                raise ProtocolError("unexpected", "only encrypted inputs follow the keys")
+            await self._multiply(stream, self._require_blocks(span), keys, message, payload)
+
+    def _require_blocks(self, span: Span | None) -> EncodedBlocks:
+        """The encoded blocks, if they are `span`; None: any."""
+        if self._blocks is None and self._failure is not None:
+            raise ProtocolError("no_private", f"weights were not encoded: {self._failure}")
+        if self._blocks is None and span is None:
+            raise BusyError("this node encodes its weights", _BUSY_RETRY_S)
+        if self._blocks is None or span not in (None, self._blocks.span):
+            raise ProtocolError("draining", "this node serves other blocks by now")
+        return self._blocks
 
     async def _multiply(
         self,
@@ -172,24 +174,49 @@ class PrivateServer:
         """Encode the blocks that are served, again when they change."""
         while True:
             span = self._find_span()
-            if span is not None and (self._blocks is None or self._blocks.span != span):
+            if self._blocks is not None and self._blocks.span != span:
+                self._blocks = None
+            if span is not None and self._blocks is None:
                 try:
                     await self._encode(span)
-                except (NesaError, OSError) as error:
+                except (NesaError, OSError, MemoryError, ValueError) as error:
                     log.error("weights_not_encoded", blocks=str(span), reason=str(error))
                     self._failure = str(error)
-                    return
+                    await asyncio.sleep(RETRY_ENCODING_S)
+                else:
+                    self._failure = None
             await asyncio.sleep(_BUSY_RETRY_S)
 
     async def _encode(self, span: Span) -> None:
-        self._blocks = None
         log.info("encoding_weights", blocks=str(span))
         blocks = await asyncio.to_thread(
             EncodedBlocks, self._ring, self._checkpoint, span, self._max_bytes
         )
-        await asyncio.to_thread(blocks.encode)
+        try:
+            await asyncio.to_thread(blocks.encode)
+        except asyncio.CancelledError:
+            blocks.stop()
+            raise
         self._blocks = blocks
         log.info("weights_encoded", blocks=str(span), mib=blocks.nbytes >> 20)
+
+
+async def _receive(
+    stream: Stream, timeout_s: float, max_bytes: int
+) -> tuple[AnyMessage, bytearray]:
+    """The next message. Raises `ProtocolError("idle_timeout")` where none comes."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await stream.receive(max_tensor_bytes=max_bytes)
+    except TimeoutError:
+        raise ProtocolError("idle_timeout", f"nothing came for {timeout_s:.0f} s") from None
+
+
+def _expand(ring: Ring, seed: bytes, steps: int, payload: bytearray) -> dict[int, Residues]:
+    """A rotation's key [D, 2, P, N]."""
+    primes = len(ring.primes)
+    halves = unpack_residues(ring, payload, (primes - 1,), primes)
+    return RotationKeys(seed, {steps: halves}).expand(ring)
 
 
 def _multiply_packed(

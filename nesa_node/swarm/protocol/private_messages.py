@@ -67,7 +67,7 @@ class EncryptedOutput(Message, frozen=True, kw_only=True, tag="encrypted_output"
 
     request: RequestNumber
     token: Annotated[int, Meta(ge=0, lt=MAX_VECTORS)]
-    scale: Annotated[float, Meta(gt=0)]
+    scale: Annotated[float, Meta(ge=1, le=2.0**120)]
     """What a slot of 1 is in the coefficients."""
     nbytes: PayloadBytes
 

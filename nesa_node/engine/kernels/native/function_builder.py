@@ -1,8 +1,7 @@
 """Builder of functions that compute in float32.
 
-The third field of a job is the address of `CONSTANTS`, since position-independent code has no data
-of its own. Tensors are float32 or bfloat16; stores to bfloat16 round to nearest, ties to even, and
-keep NaN.
+The third field of a job is the address of `CONSTANTS`. Tensors are float32 or bfloat16; stores to
+bfloat16 round to nearest, ties to even, and keep NaN.
 """
 
 from __future__ import annotations

@@ -30,9 +30,8 @@ def link(file: bytes) -> bytes:
     names = [section.name for section in sections]
     text = names.index(b".text")
     code, starts = bytearray(sections[text].data), {text: 0}
-    for relocation in (each for each in sections if each.kind == _TYPE_RELA):
-        if relocation.applies_to != text:
-            continue
+    relocations = [each for each in sections if each.kind == _TYPE_RELA]
+    for relocation in (each for each in relocations if each.applies_to == text):
         symbols = sections[names.index(b".symtab")].data
         for place, info, addend in struct.iter_unpack("<QQq", relocation.data):
             _, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", symbols, (info >> 32) * 24)
@@ -45,6 +44,8 @@ def link(file: bytes) -> bytes:
                 starts[section] = len(code)
                 code += sections[section].data
             struct.pack_into("<i", code, place, starts[section] + value + addend - place)
+    if any(each.applies_to in starts for each in relocations if each.applies_to != text):
+        raise ValueError("its constants refer to places")
     return bytes(code)
 
 

@@ -266,7 +266,7 @@ class _PrimeTable:
 
 
 _Butterfly = Callable[[ir.Value, ir.Value, _Factor, _PrimeTable], tuple[ir.Value, ir.Value]]
-"""Of two numbers, a factor and its prime, two others."""
+"""Makes two numbers of two, by a factor and its prime."""
 
 
 @dataclass(frozen=True)
