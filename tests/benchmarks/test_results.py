@@ -48,6 +48,7 @@ COUNTS = {
     "audit-evasion",
     "audit-framing",
     "audit-thresholds",
+    "distribution-votes",
     "finetuning",
     "honest-audits",
     "honest-sessions",
