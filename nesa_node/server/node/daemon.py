@@ -17,8 +17,6 @@ from contextlib import (
 from functools import partial
 from typing import Any
 
-import torch
-
 from nesa_node.core.errors import BootstrapError, PeerUnreachableError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
@@ -304,7 +302,8 @@ def _make_private_server(runner: SpanRunner) -> PrivateServer:
         runner.swarm,
         served.model_id,
         served.checkpoint,
-        make_ring(RingParameters(), torch.get_num_threads()),
+        # On one thread: products are made of parts that take less than threads take to meet.
+        make_ring(RingParameters()),
         runner.find_served_span,
         max_bytes=None if limit is None else int(limit * 2**30),
         allow=frozenset(config.allow_peers),
