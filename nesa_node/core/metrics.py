@@ -296,6 +296,9 @@ WIRE_BYTES = _counter(
     "Bytes of hidden states on the wire, by codec.",
     labels=("codec", "direction"),
 )
+KEPT_MASKS = _gauge(
+    "nesa_kept_masks", "Tokens for which masks of private sessions are kept.", labels=()
+)
 HOP_RTT = _histogram(
     "nesa_hop_round_trip_seconds",
     "Round-trip time of a ping to another node.",

@@ -1,13 +1,14 @@
 """Tracking of what a session, request or command currently waits for, to show it to users.
 
-Code that may wait opens a `waiting(...)` context. A user interface (stderr, an event stream, the
-dashboard) creates a `WaitTracker`, runs the work in its `activate()`, and polls `slow()`. Context
-variables carry the tracker into tasks and threads.
+Code that may wait opens a `track_wait(...)` context. A user interface (stderr, an event stream, the
+dashboard) creates a `WaitTracker`, runs the work in its `activate()`, and polls `slow_wait()`.
+Context variables carry the tracker into tasks and threads.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,10 +35,11 @@ class WaitStatus:
     blocks: tuple[Span, ...] = ()
     peers: tuple[PeerId, ...] = ()
     limit_s: float | None = None
+    progress: str = ""
 
     @property
     def key(self) -> tuple[str, tuple[Span, ...], tuple[PeerId, ...]]:
-        """Identity of a wait across attempts: all but its times."""
+        """Identity of a wait across attempts: all but its times and progress."""
         return self.what, self.blocks, self.peers
 
     def text(self, now: float) -> str:
@@ -45,6 +47,7 @@ class WaitStatus:
         waited_s = max(now - self.since, 0.0)
         details = [_format_names("blocks", "blocks", [str(span) for span in self.blocks])]
         details.append(_format_names("node", "nodes", [f"…{peer[-6:]}" for peer in self.peers]))
+        details.append(self.progress)
         if self.limit_s is None or waited_s > self.limit_s:
             details.append(f"{waited_s:.0f} s so far")
         else:
@@ -58,12 +61,14 @@ class ActiveWait:
     Each step of a session opens one, so texts are made only when they are shown.
     """
 
-    __slots__ = ("_clock", "_tracker", "blocks", "limit_s", "peers", "since", "what")
+    __slots__ = ("_clock", "_tracker", "blocks", "limit_s", "peers", "progress", "since", "what")
 
     def __init__(
         self, what: str, blocks: Sequence[Span], peers: Sequence[PeerId], limit_s: float | None
     ) -> None:
         self.what, self.blocks, self.peers, self.limit_s = what, blocks, peers, limit_s
+        self.progress = ""
+        """How far it is, such as `block 2 of 30`."""
         self._tracker = _CURRENT.get()
         self._clock = time.time if self._tracker is None else self._tracker.clock
         self.since = self._clock()
@@ -89,7 +94,9 @@ class ActiveWait:
         peers: Sequence[PeerId] = (),
         remaining_s: float | None = None,
     ) -> None:
-        """Change what is waited for; the new wait may take `left_s` from now."""
+        """Change what is waited for; the new wait may take `remaining_s` from now."""
+        if self._tracker is not None:
+            self._tracker.count_time()
         self.what, self.blocks, self.peers = what, blocks, peers
         self.limit_s = None if remaining_s is None else self._clock() - self.since + remaining_s
 
@@ -100,6 +107,7 @@ class ActiveWait:
             blocks=tuple(self.blocks),
             peers=tuple(self.peers),
             limit_s=self.limit_s,
+            progress=self.progress,
         )
 
 
@@ -116,6 +124,9 @@ class WaitTracker:
         self._outer = outer
         # Appending, removing and copying are single operations of the interpreter: no lock.
         self._active: list[ActiveWait] = []
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """By what was waited for; of waits within each other only the innermost counts."""
+        self._created_at = self._counted_at = clock()
         self.failure_times: dict[PeerId, float] = {}
         """Nodes that failed during a wait, with the Unix time of their last failure."""
 
@@ -139,12 +150,25 @@ class WaitTracker:
         if self._outer is not None:
             self._outer.record_failure(peer)
 
+    @property
+    def age_s(self) -> float:
+        return self.clock() - self._created_at
+
+    def count_time(self) -> None:
+        """Add the time since the last call to the innermost wait."""
+        now = self.clock()
+        if active := list(self._active):
+            self.seconds[active[-1].what] += now - self._counted_at
+        self._counted_at = now
+
     def add(self, waiting: ActiveWait) -> None:
+        self.count_time()
         self._active.append(waiting)
         if self._outer is not None:
             self._outer.add(waiting)
 
     def remove(self, waiting: ActiveWait) -> None:
+        self.count_time()
         self._active.remove(waiting)
         if self._outer is not None:
             self._outer.remove(waiting)

@@ -88,6 +88,7 @@ async def open_swarm(
     auto_nat: bool = False,
     relay: bool = False,
     listen: bool = True,
+    asks_for_addresses: bool = True,
     swarm_key: str | None = None,
     record_ttl_s: float = DEFAULT_TTL_S,
     clock: Callable[[], float] = time.time,
@@ -95,7 +96,8 @@ async def open_swarm(
     """Join the network and the DHT; leave both at the end, with no task, process or file left.
 
     An initial peer without a peer id (`host:port`) is asked for it (`dial_addresses.py`). With
-    `listen=False` the node is a client, which accepts no connections. `swarm_key` restricts the
+    `listen=False` the node is a client, which accepts no connections, and with
+    `asks_for_addresses=False` one that names no peer to another. `swarm_key` restricts the
     swarm to nodes that know it (`identity.py`). The caller withdraws its record before it stops
     serving; it is not withdrawn here.
 
@@ -113,6 +115,7 @@ async def open_swarm(
         auto_nat=auto_nat,
         relay=relay,
         listen=listen,
+        asks_for_addresses=asks_for_addresses,
     ) as transport:
         validator = RecordValidator(membership, clock)
         rpc = DhtRpc(identity.peer_id, transport.unary, validator, membership)

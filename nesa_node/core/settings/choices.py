@@ -9,7 +9,9 @@ AuditScheme = Literal["relative-l2", "jl-32", "toploc", "simhash", "dhash", "dha
 """Ways to compare outputs in audits; `verification/schemes.py` implements them."""
 RedundancyName = Literal["none", "2of3", "paper", "cdv"]
 """How nodes check each other (`nesa_node/verification/agreement.py`)."""
-PrivacyName = Literal["none", "ckks"]
+PrivateScheme = Literal["ckks", "masks"]
+"""What hides vectors from nodes that multiply them."""
+PrivacyName = Literal["none", "ckks", "masks"]
 """How hidden states are kept from nodes (`docs/private-sessions.md`)."""
 QuantType = Literal["none", "int8", "nf4"]
 RouteName = Literal["chain", "star"]

@@ -21,6 +21,7 @@ from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.addresses import HttpAddress, check_dialable, to_multiaddress
 from nesa_node.core.settings.choices import FlagGroup, QuantType
+from nesa_node.core.settings.noise_spec import PRIVATE_FORMAT, check_private
 
 
 def user_path(path: str | Path) -> Path:
@@ -195,12 +196,19 @@ DeviceName = Annotated[
     StringConstraints(pattern=r"^(auto|cpu|cuda(:\d+)?|mps)$"),
     ValueFormat("DEVICE", "auto, cpu, cuda, cuda:N or mps"),
 ]
+PrivateMode = Annotated[str, _parsed_by(check_private), ValueFormat("MODE", PRIVATE_FORMAT)]
 BlockCount = Annotated[
     PositiveInt | Literal["auto"],
     ValueFormat("INT|auto", 'a whole number of at least 1, or "auto"'),
 ]
 BlockRange = Annotated[
     Span, _parsed_by(Span.parse), ValueFormat("A:B", 'a half-open range like "0:10"')
+]
+OwnBlocks = Annotated[
+    tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]],
+    # A TOML file may also have a list of two numbers.
+    _parsed_by(lambda text: tuple(text.split(","))),
+    ValueFormat("FIRST,LAST", 'two numbers of blocks like "2,2"'),
 ]
 Location = Annotated[
     tuple[Annotated[float, Field(ge=-90, le=90)], Annotated[float, Field(ge=-180, le=180)]],
@@ -299,6 +307,10 @@ def default_audits_path() -> Path:
 
 def default_snapshots_dir() -> Path:
     return _state_dir() / "snapshots"
+
+
+def default_deployments_dir() -> Path:
+    return _state_dir() / "deployments"
 
 
 def default_keys_path() -> Path:

@@ -32,7 +32,6 @@ from nesa_node.core.settings.choices import (
     LogLevel,
     PlacementGoal,
     Precision,
-    PrivacyName,
     QuantType,
     RedundancyName,
     RouteName,
@@ -63,9 +62,11 @@ from nesa_node.core.settings.declaration import (
     NonNegativeGibibytes,
     NonNegativeInt,
     Origins,
+    OwnBlocks,
     PeerAddresses,
     PeerIds,
     PositiveInt,
+    PrivateMode,
     PublicName,
     QuantTypes,
     Seconds,
@@ -80,6 +81,7 @@ from nesa_node.core.settings.declaration import (
     default_snapshots_dir,
     setting,
 )
+from nesa_node.core.settings.noise_spec import NoiseSpec
 
 MAX_RECORD_TTL_S = 600.0
 """Longest lifetime of a DHT record, in seconds: members of the DHT refuse longer ones."""
@@ -227,12 +229,15 @@ class RouteConfig(SharedConfig):
 class PrivacyConfig(SharedConfig):
     """How hidden states are kept from nodes, of nodes and clients."""
 
-    private: PrivacyName = setting(
+    private: PrivateMode = setting(
         "none",
         "Access",
         "Keep text from nodes: they multiply their weights with vectors that only the client can "
-        "read (ckks), and clients compute all else. A node serves such sessions, too; a client "
-        "has no others, and waits seconds for each token.",
+        "read, and clients compute all else. Vectors are encrypted (ckks: seconds for each token), "
+        "or hidden by random numbers (masks: faster from --stock, and far more traffic). A node "
+        "serves such sessions, too; a client has no others. noise:EPS,DELTA,CLIP is of clients "
+        "only, and keeps little, less with each request that sends the same text again: "
+        "docs/privacy.md.",
     )
 
 
@@ -303,8 +308,41 @@ class ClientConfig(RouteConfig, PrivacyConfig):
     reuse_prefix: bool = setting(
         True, "Swarm", "Reuse cached prefixes of earlier prompts on nodes."
     )
+    client_blocks: OwnBlocks | None = setting(
+        None,
+        "Model and device",
+        "So many first and last blocks are computed here, not by nodes: 2,2.",
+        default_text="none",
+    )
+    deployment: FilePath | None = setting(
+        None,
+        "Swarm",
+        "Use the members of the private deployment with this file (`nesa-node deploy`), and no "
+        "swarm.",
+        default_text="none",
+    )
+    private_blocks: BlockRange | None = setting(
+        None,
+        "Model and device",
+        "With --private, the blocks that nodes multiply with, half-open: a:b; all else is computed "
+        "here.",
+        default_text="all",
+    )
+    stock: NonNegativeInt = setting(
+        16,
+        "Model and device",
+        "With --private masks, for how many tokens masks are kept, made while nothing is asked.",
+    )
     # Events at level info would appear between the words of a streamed answer.
     log_level: LogLevel = _log_level("warning")
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        if self.private_blocks is not None and self.private == "none":
+            raise ValueError("private_blocks are those of private sessions: give private, too")
+        if self.private_blocks is not None and self.client_blocks is not None:
+            raise ValueError("private_blocks and client_blocks say the same: give one of them")
+        return self
 
 
 class AnswerConfig(ClientConfig):
@@ -522,7 +560,9 @@ class OrchestratorConfig(PeerConfig):
 
 
 class NodeConfig(OrchestratorConfig, PrivacyConfig):
-    """Settings of a node: a daemon that serves a span of one model, or offers its machine."""
+    """Settings of a node: a daemon that serves a span of one model, offers its machine, or holds
+    shards of models that it does not know.
+    """
 
     trace_service = "nesa-node"
 
@@ -655,6 +695,13 @@ class NodeConfig(OrchestratorConfig, PrivacyConfig):
     pool_hours: Hours | None = setting(
         None, "Pool", "Hours of the day, local time, in which to hold any: 20-8."
     )
+    shards_gib: Gibibytes | None = setting(
+        None,
+        "Limits",
+        "Without MODEL: hold shards that owners of models send (`nesa-node deploy`), in so much "
+        "memory, in GiB, and nothing else.",
+        default_text="none",
+    )
     private_cache_gib: Gibibytes | None = setting(
         None,
         "Limits",
@@ -698,6 +745,12 @@ class NodeConfig(OrchestratorConfig, PrivacyConfig):
     )
 
     @model_validator(mode="after")
+    def _check_private(self) -> Self:
+        if NoiseSpec.parse(self.private) is not None:
+            raise ValueError("private=noise is a client's: leave it out, any node serves it")
+        return self
+
+    @model_validator(mode="after")
     def _check_span_choice(self) -> Self:
         given = (self.block_indices, self.first_blocks, self.num_blocks)
         if sum(value is not None for value in given) > 1:
@@ -712,6 +765,8 @@ class NodeConfig(OrchestratorConfig, PrivacyConfig):
             for name in ("block_indices", "first_blocks", "num_blocks", "api", "http"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for a node of one model: give MODEL, too")
+        elif self.shards_gib is not None:
+            raise ValueError("shards_gib is for a node without a model: leave MODEL out")
         return self
 
     @model_validator(mode="after")

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -293,12 +293,21 @@ class FastLinear(nn.Linear):
         return output_OT.t().contiguous()
 
 
+def iterate_modules(root: nn.Module) -> Iterator[nn.Module]:
+    """`root.modules()` without making their names, which a shard's blocks do not have."""
+    yield root
+    children: dict[str, nn.Module | None] = root._modules
+    for child in children.values():
+        if child is not None:
+            yield from iterate_modules(child)
+
+
 def replace_linear_layers(root: nn.Module) -> None:
     """Replace the linear layers below `root` by `FastLinear`, in place.
 
     At most one layer's weight is in memory twice.
     """
-    for parent in root.modules():
+    for parent in list(iterate_modules(root)):
         children: dict[str, Any] = parent._modules
         for name, child in children.items():
             if isinstance(child, Conv1D):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -44,6 +45,16 @@ SLOWDOWN_TIME_FACTOR = 1.33
 """A slowdown by this factor since the last trial starts another one."""
 MIN_IDLE_CORE_FRACTION = 0.5
 """More threads are tried only if this fraction of each additional core is idle."""
+
+
+BACKGROUND_NICENESS = 15
+"""Of threads whose work can wait: beside one that decodes they get a thirtieth of a core's time."""
+
+
+def lower_priority(niceness: int = BACKGROUND_NICENESS) -> None:
+    """Of the calling thread, on Linux; elsewhere a process has one priority."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 class ThreadTuner:

@@ -16,13 +16,18 @@ from nesa_node.core.errors import ContextLengthError
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.cache.paged_attention import ATTENTION_NAME as PAGED_ATTENTION
-from nesa_node.engine.kernels.linear import FastLinear, load_gemv, replace_linear_layers
+from nesa_node.engine.kernels.linear import (
+    FastLinear,
+    iterate_modules,
+    load_gemv,
+    replace_linear_layers,
+)
 from nesa_node.engine.kernels.threads import ThreadController
 from nesa_node.engine.model.blocks import ModelBlocks, slice_decoder
 from nesa_node.engine.model.fused_decoder import FusedDecoder
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.files import Progress
-from nesa_node.engine.weights.skeleton import Skeleton
+from nesa_node.engine.weights.skeleton import EmptyModel, Skeleton
 
 
 class Embedder:
@@ -216,10 +221,7 @@ def load_blocks(
         # Compile while this thread reads the weights; the result is cached for `Linear`.
         Thread(target=load_gemv, args=(dtype,), daemon=True).start()
     skeleton = Skeleton(checkpoint)
-    family = skeleton.family
-    if family.packs_rows:
-        skeleton.model.config._attn_implementation = PAGED_ATTENTION
-    decoder = detach_span(skeleton, span, dtype=dtype, device=device)
+    decoder = detach_served_span(skeleton, span, dtype=dtype, device=device)
     skeleton.load(
         skeleton.block_names(span),
         dtype=dtype,
@@ -228,14 +230,31 @@ def load_blocks(
         quant_type=quant_type,
         progress=progress,
     )
-    skeleton.require_complete(decoder)
-    weight_bytes = sum(weight.nbytes for weight in decoder.parameters())
-    if family.has_llama_layers:
-        decoder = FusedDecoder(decoder, checkpoint.context_length)
+    return finish_blocks(skeleton, decoder, span, dtype=dtype, device=device)
+
+
+def finish_blocks(
+    model: EmptyModel, decoder: Any, span: Span, *, dtype: torch.dtype, device: torch.device
+) -> ModelBlocks:
+    """Blocks of a `detach_served_span` decoder, all of whose weights are loaded."""
+    model.require_complete(decoder)
+    weight_bytes = _count_bytes(decoder)
+    if model.family.has_llama_layers:
+        decoder = FusedDecoder(decoder, model.checkpoint.context_length)
     replace_linear_layers(decoder)
     return ModelBlocks(
-        decoder, checkpoint, span, weight_bytes=weight_bytes, dtype=dtype, device=device
+        decoder, model.checkpoint, span, weight_bytes=weight_bytes, dtype=dtype, device=device
     )
+
+
+def _count_bytes(root: nn.Module) -> int:
+    weights = {
+        id(weight): weight.nbytes
+        for module in iterate_modules(root)
+        for weight in module._parameters.values()
+        if weight is not None
+    }
+    return sum(weights.values())
 
 
 def load_blocks_without_linear_layers(
@@ -253,8 +272,6 @@ def load_blocks_without_linear_layers(
     """
     device = torch.device(device)
     skeleton = Skeleton(checkpoint)
-    if skeleton.family.packs_rows:
-        skeleton.model.config._attn_implementation = PAGED_ATTENTION
     names = []
     for name in skeleton.block_names(span):
         if (layer := skeleton.find_linear_layer(name)) is None:
@@ -262,23 +279,32 @@ def load_blocks_without_linear_layers(
         else:
             path = name.removesuffix(".weight")
             skeleton.model.set_submodule(path, replace(path, layer), strict=True)
-    decoder = detach_span(skeleton, span, dtype=dtype, device=device)
+    decoder = detach_served_span(skeleton, span, dtype=dtype, device=device)
     skeleton.load(names, dtype=dtype, device=device, task=f"loading blocks {span}")
     skeleton.require_complete(decoder)
-    weight_bytes = sum(weight.nbytes for weight in decoder.parameters())
+    weight_bytes = _count_bytes(decoder)
     return ModelBlocks(
         decoder, checkpoint, span, weight_bytes=weight_bytes, dtype=dtype, device=device
     )
 
 
-def detach_span(skeleton: Skeleton, span: Span, *, dtype: torch.dtype, device: torch.device) -> Any:
+def detach_served_span(
+    model: EmptyModel, span: Span, *, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """`detach_span` with attention over pages, where rows can be packed."""
+    if model.family.packs_rows:
+        model.model.config._attn_implementation = PAGED_ATTENTION
+    return detach_span(model, span, dtype=dtype, device=device)
+
+
+def detach_span(model: EmptyModel, span: Span, *, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a decoder of the blocks `span`, without what comes before and after them.
 
     It takes `inputs_embeds` and returns the last block's raw output. Buffers that no checkpoint
-    holds are made; weights are missing yet, and those that are loaded into `skeleton` are its.
+    holds are made; weights are missing yet, and those that are loaded into `model` are its.
     """
-    family = skeleton.family
-    decoder: Any = slice_decoder(skeleton.decoder, family.layers_name, span)
+    family = model.family
+    decoder: Any = slice_decoder(model.decoder, family.layers_name, span)
     for name in (family.embedding, family.projection_in):
         if name is not None:
             decoder._modules[name] = None
@@ -289,7 +315,7 @@ def detach_span(skeleton: Skeleton, span: Span, *, dtype: torch.dtype, device: t
     for name in family.final_modules:
         if decoder._modules.get(name) is not None:
             decoder._modules[name] = nn.Identity()
-    skeleton.make_buffers(decoder, device)
+    model.make_buffers(decoder, device)
     return decoder
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from nesa_node.core.errors import (
     ConfigError,
@@ -243,6 +244,26 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
     `ModelNotFoundError` and `CorruptCheckpointError`.
     """
     raw = read_raw_config(folder, name=name)
+    return _check_config(raw, folder / "config.json", lambda: parse_config(folder), name=name)
+
+
+def read_config_text(text: bytes, *, name: str) -> PreTrainedConfig:
+    """Return the config of a supported model from its JSON. Raises as `read_config` does."""
+    try:
+        raw = msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(f"{name}: its config is no JSON object") from error
+
+    def parse() -> PreTrainedConfig:
+        kind = CONFIG_MAPPING[raw["model_type"]]
+        return _parse(lambda: kind.from_dict(raw), name)
+
+    return _check_config(raw, Path(name), parse, name=name)
+
+
+def _check_config(
+    raw: Mapping[str, Any], path: Path, parse: Callable[[], PreTrainedConfig], *, name: str
+) -> PreTrainedConfig:
     _require_unquantized(raw, name)
     if "model_type" not in raw and "auto_map" in raw:
         raise UnsupportedModelError(
@@ -250,8 +271,8 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
             f"These families can be served: {format_family_titles()}"
         )
     family = get_family(raw.get("model_type"), name=name)
-    check_counts(raw, folder / "config.json")
-    config = parse_config(folder)
+    check_counts(raw, path)
+    config = parse()
     require_servable(family, config, name=name)
     return config
 
@@ -309,13 +330,20 @@ def parse_config(folder: Path) -> PreTrainedConfig:
 
     Raises `CorruptCheckpointError`.
     """
+    return _parse(
+        lambda: AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False),
+        str(folder / "config.json"),
+    )
+
+
+def _parse(read: Callable[[], Any], path: str) -> PreTrainedConfig:
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = read()
     except Exception as error:
         # transformers validates configs with exceptions of many types, some its own.
-        raise CorruptCheckpointError(f"{folder / 'config.json'}: {error}") from error
+        raise CorruptCheckpointError(f"{path}: {error}") from error
     if not isinstance(config, PreTrainedConfig):
-        raise CorruptCheckpointError(f"{folder / 'config.json'} is no model config")
+        raise CorruptCheckpointError(f"{path} is no model config")
     # With the package `kernels` installed, a hub name here would download and run machine code.
     config._attn_implementation = None
     config._experts_implementation = None

@@ -29,6 +29,7 @@ from transformers.core_model_loading import (
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.choices import QuantType
+from nesa_node.engine.kernels.linear import iterate_modules
 from nesa_node.engine.kernels.machine_code import copy_to_huge_pages
 from nesa_node.engine.kernels.quantized_linear import (
     compute_quantized_bytes,
@@ -196,7 +197,7 @@ class ModelTensors:
             linear = None if quant_type == "none" else self.find_linear_layer(name)
             if linear is None:
                 loaded = self._load_tensor(name, dtype or self._dtypes[name], device)
-                done += self._assign(name, loaded)
+                done += assign(self.model, name, loaded)
             else:
                 assert dtype is not None
                 weight = self.read_weight(name)
@@ -213,15 +214,9 @@ class ModelTensors:
         for name in names:
             path, _, leaf = name.rpartition(".")
             taken[name] = getattr(self.model.get_submodule(path), leaf).detach()
-            self._assign(name, torch.empty_like(taken[name], device="meta"))
+            assign(self.model, name, torch.empty_like(taken[name], device="meta"))
         self._loaded_tied_tensors.clear()
         return taken
-
-    def require_complete(self, root: nn.Module) -> None:
-        """Assert that every parameter and buffer of `root` has a value."""
-        left = [name for name, value in root.state_dict(keep_vars=True).items() if value.is_meta]
-        left += [name for name, value in root.named_buffers() if value.is_meta]
-        assert not left, f"never loaded: {left}"
 
     def _map_names(self) -> dict[str, TensorSource]:
         # Numeric order as in transformers: experts are stacked in the order of their names.
@@ -282,15 +277,6 @@ class ModelTensors:
         """Read a tensor in its stored dtype, without assigning it. Raises as `load` does."""
         return self._read_checked(name, self._stored_name(name))
 
-    def _assign(self, name: str, tensor: Tensor) -> int:
-        path, _, leaf = name.rpartition(".")
-        module = self.model.get_submodule(path)
-        if leaf in module._parameters:
-            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
-        else:
-            module._buffers[leaf] = tensor
-        return tensor.nbytes
-
     def _load_tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         stored = self._stored_name(name)
         twin = self._loaded_tied_tensors.get(self._tied_names.get(name, ""))
@@ -341,6 +327,17 @@ class ModelTensors:
         return tensor
 
 
+def assign(root: nn.Module, name: str, tensor: Tensor) -> int:
+    """Make a tensor the value of a parameter or buffer below `root`; returns its bytes."""
+    path, _, leaf = name.rpartition(".")
+    module = root.get_submodule(path)
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[leaf] = tensor
+    return tensor.nbytes
+
+
 def _find_models(model: nn.Module) -> dict[str, PreTrainedModel]:
     """The models of transformers that a module is or has as children, by prefix of their names."""
     if isinstance(model, PreTrainedModel):
@@ -349,25 +346,21 @@ def _find_models(model: nn.Module) -> dict[str, PreTrainedModel]:
     return {f"{name}.": child for name, child in children if isinstance(child, PreTrainedModel)}
 
 
-class Skeleton(ModelTensors):
-    """Causal LM of a checkpoint's config on the meta device."""
+class EmptyModel:
+    """Causal LM of a checkpoint's config on the meta device. No tensor of it is named here."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
         self.family: ModelFamily = checkpoint.family
         # Building a model changes its config.
         config = copy.deepcopy(checkpoint.config)
         with initializer_lock, torch.device("meta"), init.no_init_weights():
-            model = _AUTO.from_config(config, trust_remote_code=False)
-        super().__init__(checkpoint, model)
+            self.model: Any = _AUTO.from_config(config, trust_remote_code=False)
+        self.model.eval()
 
     @property
     def decoder(self) -> Any:
         return self.model.get_submodule(self.family.decoder)
-
-    def block_names(self, span: Span) -> list[str]:
-        """Return the names of the model's tensors in these blocks."""
-        indices = range(span.start, span.end)
-        return self.module_names(*(f"{self.family.layers_path}.{index}" for index in indices))
 
     def make_buffers(self, root: nn.Module, device: torch.device) -> None:
         """Compute the buffers of `root` that no checkpoint holds (rotary frequencies, scales).
@@ -375,7 +368,7 @@ class Skeleton(ModelTensors):
         Call it before `load`, since transformers' initialization also resets a module's weights.
         Raises `UnsupportedModelError` if transformers leaves one of them unset.
         """
-        for module in root.modules():
+        for module in iterate_modules(root):
             fresh = {
                 name: buffer
                 for name, buffer in module._buffers.items()
@@ -397,6 +390,29 @@ class Skeleton(ModelTensors):
                         f"{self.checkpoint.name}: transformers has no initialization of "
                         f"{type(module).__name__}.{name}, so that the model cannot be served"
                     )
+
+    def require_complete(self, root: nn.Module) -> None:
+        """Assert that every parameter and buffer of `root` has a value."""
+        left = [
+            f"{type(module).__name__}.{name}"
+            for module in iterate_modules(root)
+            for name, value in (*module._parameters.items(), *module._buffers.items())
+            if value is not None and value.is_meta
+        ]
+        assert not left, f"never loaded: {left}"
+
+
+class Skeleton(EmptyModel, ModelTensors):
+    """Causal LM of a checkpoint's config on the meta device, and the checkpoint's tensors of it."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        EmptyModel.__init__(self, checkpoint)
+        ModelTensors.__init__(self, checkpoint, self.model)
+
+    def block_names(self, span: Span) -> list[str]:
+        """Return the names of the model's tensors in these blocks."""
+        indices = range(span.start, span.end)
+        return self.module_names(*(f"{self.family.layers_path}.{index}" for index in indices))
 
 
 def _natural_sort_key(name: str) -> list[tuple[int, str]]:

@@ -131,6 +131,8 @@ class NodeStatus(BaseModel):
     """What the device was measured to do with weights of this kind, and what a mean block asks of
     it, packed (`topology/roofline.py`)."""
     operator: Operator | None = None
+    private_schemes: Annotated[tuple[CodecText, ...], max_items(8)] = ()
+    """How the node keeps private sessions' hidden states from itself, such as "ckks"."""
 
     @model_validator(mode="after")
     def _check_span(self) -> Self:

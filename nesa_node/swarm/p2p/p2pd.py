@@ -104,8 +104,11 @@ async def start_p2pd(
     auto_nat: bool,
     relay: bool,
     listen: bool,
+    asks_for_addresses: bool,
 ) -> AsyncIterator[P2pdProcess]:
     """Run p2pd for as long as the context lasts, then stop it and wait for it.
+
+    A client that does not ask peers for addresses names them no peer that it cannot reach.
 
     Raises `ConfigError` for a malformed address, `AddressInUseError` if a port is in use, and
     `SwarmError` for an address that this machine does not have, a port that needs a privilege, or a
@@ -129,7 +132,7 @@ async def start_p2pd(
             "-b=0",
             "-tls=1",
             "-connManager=1",
-            "-dhtServer=1" if listen else "-dhtClient=1",
+            *(["-dhtServer=1"] if listen else ["-dhtClient=1"] if asks_for_addresses else []),
             f"-hostAddrs={','.join(host_maddrs)}" if listen else "-noListenAddrs=1",
         ]
         if announce_maddrs:

@@ -317,10 +317,12 @@ async def open_transport(
     auto_nat: bool = False,
     relay: bool = False,
     listen: bool = True,
+    asks_for_addresses: bool = True,
 ) -> AsyncIterator[Transport]:
     """Join the network as `identity`, and leave it at the end without leftovers.
 
-    With `listen=False` this node accepts no connections. Port 0 lets the system choose.
+    With `listen=False` this node accepts no connections, and with `asks_for_addresses=False` it
+    names no peer to another one. Port 0 lets the system choose.
     `nat_port_map` requests a port from the router by UPnP, `auto_nat` asks peers whether this node
     is reachable and traverses NATs where possible, and `relay` routes streams through the initial
     peers where no direct connection is possible.
@@ -341,6 +343,7 @@ async def open_transport(
                 auto_nat=auto_nat,
                 relay=relay,
                 listen=listen,
+                asks_for_addresses=asks_for_addresses,
             )
         )
         control = ControlSocket(daemon.control_path)

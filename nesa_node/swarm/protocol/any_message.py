@@ -11,7 +11,7 @@ import msgspec
 
 from nesa_node.compression import tensors
 from nesa_node.compression.tensors import TensorMeta
-from nesa_node.core.errors import FrameError
+from nesa_node.core.errors import FrameError, ProtocolError
 from nesa_node.core.logging import escape_text
 from nesa_node.swarm.protocol.adapter_messages import (
     AdapterChunk,
@@ -71,11 +71,12 @@ from nesa_node.swarm.protocol.messages import (
 from nesa_node.swarm.protocol.private_messages import (
     EncryptedInput,
     EncryptedOutput,
+    MaskedInput,
+    MaskedOutput,
     PrivateMessage,
     PrivateOpen,
     PrivateOpened,
     RotationKey,
-    private_payload_bytes,
 )
 from nesa_node.swarm.protocol.seal_messages import (
     Disclose,
@@ -86,6 +87,16 @@ from nesa_node.swarm.protocol.seal_messages import (
     OpeningWanted,
     Seal,
     SealRequest,
+)
+from nesa_node.swarm.protocol.shard_messages import (
+    ShardDrop,
+    ShardDropped,
+    ShardHeld,
+    ShardPart,
+    ShardPut,
+    ShardQuery,
+    ShardRename,
+    ShardWanted,
 )
 from nesa_node.swarm.protocol.training_messages import (
     TrainApplied,
@@ -132,6 +143,9 @@ AnyMessage = (
     | GraphOpen | GraphOpened | GraphRun | GraphCancel | GraphValues | GraphOutput | GraphFailed
     | PlanRequest | PlanPart
     | PrivateOpen | PrivateOpened | RotationKey | EncryptedInput | EncryptedOutput
+    | MaskedInput | MaskedOutput
+    | ShardPut | ShardWanted | ShardPart | ShardQuery | ShardRename | ShardDrop | ShardHeld
+    | ShardDropped
 )  # fmt: skip
 
 _WithTensor = (
@@ -183,7 +197,11 @@ def payload_nbytes(message: Message, *, max_bytes: int) -> int:
     """
     if isinstance(message, GraphRun | GraphValues | GraphOutput):
         return payload_bytes(message.values, max_bytes=max_bytes)
-    if isinstance(message, PrivateMessage):
-        return private_payload_bytes(message, max_bytes=max_bytes)
+    if isinstance(message, PrivateMessage | ShardPart):
+        if message.nbytes > max_bytes:
+            raise ProtocolError(
+                "bad_tensor", f"{message.nbytes} bytes; at most {max_bytes} are taken"
+            )
+        return message.nbytes
     meta = tensor_of(message)
     return 0 if meta is None else tensors.check_meta(meta, max_bytes=max_bytes)

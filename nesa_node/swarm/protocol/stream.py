@@ -18,6 +18,7 @@ import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from nesa_node.compression.codecs import RAW
@@ -51,6 +52,11 @@ _BROKEN_STREAM_ERRORS = (ConnectionError, BrokenPipeError, asyncio.IncompleteRea
 
 
 Admission = Callable[[AnyMessage, int], Awaitable[None]]
+Observer = Callable[[PeerId, AnyMessage, bytes], None]
+
+received_by: ContextVar[Observer | None] = ContextVar("received_by", default=None)
+"""Called with each message that the streams of this context receive, and its payload: what a node
+sees, for `nesa_node/evaluation/recording_node.py`."""
 
 
 class Stream:
@@ -135,7 +141,10 @@ class Stream:
             await self._reader.wait_readable()
             # The pipe had stopped receiving, so that the arrival cannot be timed.
             self._was_paused = self._reader.unread_bytes >= MAX_UNREAD_BYTES
-            return await self._receive_message(max_tensor_bytes, admit)
+            message, payload = await self._receive_message(max_tensor_bytes, admit)
+            if (observe := received_by.get()) is not None:
+                observe(self.peer, message, bytes(payload))
+            return message, payload
         except TimeoutError:
             raise FrameError(f"a message stopped midway for {FRAME_TIMEOUT_S:.0f} s") from None
         except _BROKEN_STREAM_ERRORS:

@@ -25,8 +25,9 @@ from nesa_node.engine.kernels.native.job_builder import (
 )
 
 TABLE_HEADER = 16
-PRIME, ONE_QUOTIENT, DEGREE_INVERSE, WORD, NEGATIVE_INVERSE = 0, 1, 2, 4, 6
-"""Places in the header: p; w' of w = 1; w and w' of 1 / N, then of 2^32; -1 / p modulo 2^32."""
+ONE_QUOTIENT, DEGREE_INVERSE, WORD, NEGATIVE_INVERSE = 1, 2, 4, 6
+"""Places in the header, which begins with p: w' of w = 1; w and w' of 1 / N, then of 2^32; -1 / p
+modulo 2^32."""
 TILE = 64
 """Numbers of each diagonal that lie side by side, so that memory is read in order."""
 PREFETCH_BYTES = 4096
