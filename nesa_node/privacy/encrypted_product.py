@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nesa_node.privacy.layout import ProductLayout, Slots
-from nesa_node.privacy.parameters import INPUT_SCALE
+from nesa_node.privacy.parameters import INPUT_SCALE, RingParameters
 from nesa_node.privacy.ring import Residues, Ring, to_tiles
 from nesa_node.privacy.slots import coefficients_of
 
@@ -36,10 +36,6 @@ class EncodedMatrix:
     scale: float
     """Of the product: what a slot of 1 is in its coefficients."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for block in self.diagonals for part in block)
-
 
 def required_rotations(layouts: Sequence[ProductLayout]) -> list[int]:
     """Steps of all rotations that products of these layouts make."""
@@ -47,6 +43,11 @@ def required_rotations(layouts: Sequence[ProductLayout]) -> list[int]:
     small = {step for count in most for step in range(1, min(count, STEPS))}
     large = {step for count in most for step in range(STEPS, count, STEPS)}
     return sorted(small | large)
+
+
+def largest_weight_scale(parameters: RingParameters) -> float:
+    """Scale at which a weight of 1 alone would fill a result."""
+    return 2.0**_RESULT_BITS * parameters.primes[2] / INPUT_SCALE
 
 
 def encode_matrix(
@@ -60,7 +61,7 @@ def encode_matrix(
         raise ValueError("weights must be finite")
     # No output of a complex row is larger than both of its rows' sums.
     largest = 2 * float(np.abs(weight_OI).sum(1).max())
-    limit = 2.0**_RESULT_BITS * ring.primes[2] / INPUT_SCALE
+    limit = largest_weight_scale(ring.parameters)
     scale = 2.0 ** np.floor(np.log2(limit / (largest or 1.0)))
     if scale * float(np.abs(weight_OI).max()) > 2.0**60 or scale < 2.0**10:
         raise ValueError(f"weights whose rows sum up to {largest:.3g} cannot be encoded")

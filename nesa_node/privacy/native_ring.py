@@ -165,7 +165,7 @@ class NativeRing(Ring):
     def multiply_sum(self, diagonals: Residues, vectors: Residues, sums: Residues) -> None:
         assert all(each.flags.c_contiguous for each in (diagonals, vectors, sums))
         given = _at(diagonals), diagonals.shape[1], _at(vectors), vectors.shape[1]
-        fields = *given, _at(sums), len(self.primes), _at(self._tables)
+        fields = *given, _at(sums), sums.shape[2], _at(self._tables)
         self._multiply_sum(*fields, threads=self._threads)
 
 

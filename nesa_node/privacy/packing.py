@@ -11,13 +11,16 @@ from nesa_node.core.errors import ProtocolError
 from nesa_node.privacy.ring import Residues, Ring
 
 
-def packed_bytes(ring: Ring, primes: int) -> int:
-    """Bytes of the residues [primes, N] of one polynomial."""
-    return ring.degree // 8 * sum(ring.parameters.prime_bits[:primes])
+def packed_bytes(ring: Ring, primes: int, count: int | None = None) -> int:
+    """Bytes of the residues [primes, N] of a polynomial, or of [primes, count], a multiple of 8."""
+    return (count or ring.degree) // 8 * sum(ring.parameters.prime_bits[:primes])
 
 
 def pack_residues(ring: Ring, residues: Residues) -> bytes:
-    """Bytes of polynomials [..., P, N], each residue with its highest bit first."""
+    """Bytes of polynomials [..., P, N], each residue with its highest bit first.
+
+    Of polynomials' N coefficients only some may be given, whose number is a multiple of 8.
+    """
     *_, primes, degree = residues.shape
     rows = residues.reshape(-1, primes, degree)
     parts = []
@@ -29,28 +32,30 @@ def pack_residues(ring: Ring, residues: Residues) -> bytes:
 
 
 def unpack_residues(
-    ring: Ring, data: bytes | bytearray | memoryview, shape: tuple[int, ...], primes: int
+    ring: Ring,
+    data: bytes | bytearray | memoryview,
+    shape: tuple[int, ...],
+    primes: int,
+    coefficients: int | None = None,
 ) -> Residues:
-    """Polynomials [*shape, primes, N] of what `pack_residues` made.
+    """Polynomials [*shape, primes, N] of what `pack_residues` made; N may be fewer `coefficients`.
 
     Raises `ProtocolError("bad_residues")` for another number of bytes, and for numbers that are not
     below their prime.
     """
-    count = int(np.prod(shape))
-    if len(data) != count * packed_bytes(ring, primes):
-        raise ProtocolError(
-            "bad_residues", f"{count * packed_bytes(ring, primes)} bytes expected, {len(data)} came"
-        )
-    found = np.empty((count, primes, ring.degree), np.uint32)
+    count, degree = int(np.prod(shape)), coefficients or ring.degree
+    if len(data) != (expected := count * packed_bytes(ring, primes, degree)):
+        raise ProtocolError("bad_residues", f"{expected} bytes expected, {len(data)} came")
+    found = np.empty((count, primes, degree), np.uint32)
     whole, at = np.frombuffer(data, np.uint8), 0
     for polynomial in found:
         for index, bits in enumerate(ring.parameters.prime_bits[:primes]):
-            size = ring.degree // 8 * bits
-            taken = np.unpackbits(whole[at : at + size]).reshape(ring.degree, bits)
-            padded = np.zeros((ring.degree, 32), np.uint8)
+            size = degree // 8 * bits
+            taken = np.unpackbits(whole[at : at + size]).reshape(degree, bits)
+            padded = np.zeros((degree, 32), np.uint8)
             padded[:, 32 - bits :] = taken
             polynomial[index] = np.packbits(padded).view(">u4")
             at += size
     if (found >= ring.primes_P1[:primes]).any():
         raise ProtocolError("bad_residues", "a residue is not below its prime")
-    return found.reshape(*shape, primes, ring.degree)
+    return found.reshape(*shape, primes, degree)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -16,6 +19,8 @@ SAME_INPUTS = (
     frozenset({"gate_proj", "up_proj"}),
 )
 """Names of layers beside each other that get the same input; all else has an input of its own."""
+ROWS_AT_ONCE = 1024
+"""Of weights that are read, as 64-bit numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,17 @@ def list_products(skeleton: Skeleton, span: Span) -> list[LinearProduct]:
         )
         for layers in groups.values()
     ]
+
+
+def read_rows(skeleton: Skeleton, product: LinearProduct) -> Iterator[npt.NDArray[np.float64]]:
+    """The product's weights, `ROWS_AT_ONCE` rows or fewer at a time. Raises what reading raises."""
+    skeleton.checkpoint.fetch(skeleton.source_names([f"{path}.weight" for path in product.paths]))
+    for path in product.paths:
+        weight = skeleton.read_weight(f"{path}.weight")
+        if isinstance(skeleton.model.get_submodule(path), Conv1D):
+            weight = weight.T
+        for start in range(0, len(weight), ROWS_AT_ONCE):
+            yield weight[start : start + ROWS_AT_ONCE].double().numpy()
 
 
 def sizes_of(layer: nn.Module) -> tuple[int, int]:

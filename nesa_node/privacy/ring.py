@@ -159,14 +159,15 @@ class Ring:
     def multiply_sum(self, diagonals: Residues, vectors: Residues, sums: Residues) -> None:
         """Add to `sums` [G, 2, P, N] diagonals [tiles, count, T] times vectors [tiles, B, 2, T].
 
-        Diagonal g B + b is multiplied with vector b, and added to sum g. B is at most 128.
+        Diagonal g B + b is multiplied with vector b, and added to sum g. B is at most 128; P may be
+        fewer than all primes.
         """
         steps = vectors.shape[1]
         for group in range(len(sums)):
             taken = diagonals[:, group * steps : (group + 1) * steps, None].astype(np.uint64)
             products = taken * vectors[:, : taken.shape[1]]
             total = products.sum(1).transpose(1, 0, 2).reshape(sums[group].shape)
-            sums[group] = (sums[group] + total) % self.primes_P1
+            sums[group] = (sums[group] + total) % self.primes_P1[: sums.shape[2]]
 
     def add_rotated(
         self, total: Residues, given: Residues, steps: int, keys_D2PN: Residues

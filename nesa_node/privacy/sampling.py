@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 from functools import cache
-from math import exp
+from math import exp, prod
 
 import numpy as np
 import numpy.typing as npt
 
+from nesa_node.privacy.masked_product import MASK_BITS, Masked
 from nesa_node.privacy.parameters import SIGMA
 from nesa_node.privacy.ring import Residues, Ring
 
@@ -41,6 +42,12 @@ def _error_bounds() -> npt.NDArray[np.uint64]:
     weights = [exp(-(k * k) / (2 * SIGMA**2)) for k in range(-_LARGEST_ERROR, _LARGEST_ERROR + 1)]
     shares = np.cumsum(np.array(weights) / sum(weights))[:-1]
     return (shares * 2.0**53).astype(np.uint64)
+
+
+def random_masks(*shape: int) -> Masked:
+    """Uniform numbers below 2^40, each to hide one number."""
+    drawn = np.frombuffer(secrets.token_bytes(8 * prod(shape)), np.uint64)
+    return drawn.reshape(shape) >> np.uint64(64 - MASK_BITS)
 
 
 def uniform_residues(ring: Ring, primes: int, seed: bytes, label: bytes) -> Residues:

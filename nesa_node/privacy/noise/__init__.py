@@ -1,0 +1,1 @@
+"""Noise in hidden states: differential privacy of what a client sends."""
