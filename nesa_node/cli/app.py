@@ -23,14 +23,15 @@ from nesa_node import __version__
 from nesa_node.cli.commands.adapters import adapters
 from nesa_node.cli.commands.daemons import api, bootstrap, dashboard, identity, orchestrate, run
 from nesa_node.cli.commands.demo import demo
-from nesa_node.cli.commands.doctor import doctor
+from nesa_node.cli.commands.deploy import deploy
 from nesa_node.cli.commands.eval import evaluate
 from nesa_node.cli.commands.finetune import finetune
 from nesa_node.cli.commands.generate import chat, generate
 from nesa_node.cli.commands.keys import keys
+from nesa_node.cli.commands.leakage import leakage
 from nesa_node.cli.commands.networks import plan, task
 from nesa_node.cli.commands.simulate import simulate
-from nesa_node.cli.commands.status import explain, status
+from nesa_node.cli.commands.status import doctor, explain, status
 from nesa_node.cli.commands.swarm import swarm
 from nesa_node.cli.commands.verify import verify
 from nesa_node.cli.flags import FLAG_GROUPS, advanced_flags
@@ -197,8 +198,8 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 for _command in (
-    *(run, bootstrap, orchestrate, api, generate, chat, status, dashboard),
-    *(explain, simulate, plan, task, identity, doctor, demo, evaluate, finetune, verify),
+    *(run, bootstrap, orchestrate, api, generate, chat, status, dashboard, deploy),
+    *(explain, simulate, plan, task, identity, doctor, demo, evaluate, leakage, finetune, verify),
 ):
     # By its path: then the parser evaluates the flags of the command that is used, not of all.
     _path = f"{_command.__module__}:{_command.__name__}"

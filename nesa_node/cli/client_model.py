@@ -55,7 +55,7 @@ def resolve_initial_peers(config: _Config, model: str | None = None) -> _Config:
     Prints on stderr which known swarm it uses. A swarm of `model` is preferred. Raises
     `ConfigError` if no swarm is known.
     """
-    if config.initial_peers:
+    if config.initial_peers or (isinstance(config, ClientConfig) and config.deployment):
         return config
     known = KnownSwarmStore(default_known_swarms_dir()).find(model)
     if known is None:
@@ -111,7 +111,7 @@ class ReconnectingModel:
 
     def __init__(self, config: ClientConfig) -> None:
         """Resolve the initial peers. Raises as `resolve_initial_peers`."""
-        self._may_reconnect = not config.initial_peers
+        self._may_reconnect = not (config.initial_peers or config.deployment)
         self._config = resolve_initial_peers(config, require_model(config))
         self._open_models = ExitStack()
 

@@ -172,6 +172,7 @@ def _node(node: NodeState, stability: float | None) -> dict[str, Any]:
         "peer": node.peer_id,
         "name": node.public_name,
         "operator": node.operator,
+        "private_schemes": node.private_schemes,
         "span": [node.span.start, node.span.end],
         "max_blocks": node.max_blocks,
         "decode_tokens_per_s": node.decode_tokens_per_s,

@@ -20,7 +20,7 @@ _LATER_FIELDS = frozenset(
     (
         *("gpu_memory_total_bytes", "gpu_memory_free_bytes"),
         *("cpu_memory_total_bytes", "cpu_memory_free_bytes"),
-        *("roofline", "operator"),
+        *("roofline", "operator", "private_schemes"),
     )
 )
 LINK_ARRAYS = ("rtt_ms_NN", "rate_bytes_per_s_NN", "age_s_NN", "confidence_NN")
@@ -91,7 +91,7 @@ class NodeState:
     nodes accept another span. `location` is latitude and longitude in degrees, if declared.
     `gpu_memory_*` and `cpu_memory_*` are of the whole device, GPU 0 without one; `roofline` is what
     the device was measured to do, None if it was not. `operator` is the name of the node's
-    operator, if declared.
+    operator, if declared. `private_schemes` are those of private sessions that it serves.
     """
 
     peer_id: PeerId
@@ -119,6 +119,7 @@ class NodeState:
     cpu_memory_free_bytes: int = 0
     roofline: Roofline | None = None
     operator: str | None = None
+    private_schemes: tuple[str, ...] = ()
 
     @property
     def free_memory_share(self) -> float | None:

@@ -112,6 +112,7 @@ class _SnapshotNode(_SnapshotPart):
     cpu_memory_free_bytes: _Count = 0
     roofline: _SnapshotRoofline | None = None
     operator: Annotated[str, Meta(max_length=64)] | None = None
+    private_schemes: Annotated[tuple[_Name, ...], Meta(max_length=8)] = ()
 
 
 class _SnapshotLinks(_SnapshotPart):

@@ -36,6 +36,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.metrics import MetricSample
 from nesa_node.core.settings.choices import SamplingDefaults
 from nesa_node.core.settings.models import ClientConfig
+from nesa_node.core.settings.noise_spec import NoiseSpec
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.web.authenticator import current_caller
@@ -319,7 +320,7 @@ def open_served_model(
             activity=activity,
             metrics=metrics,
             defaults=read_default_sampling(model.generation_config) if advice == "model" else None,
-            is_private=config.private != "none",
+            is_private=config.private != "none" and NoiseSpec.parse(config.private) is None,
         )
     except BaseException:
         model.close()

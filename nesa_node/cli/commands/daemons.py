@@ -39,14 +39,15 @@ def run(
     """Offer this machine to a swarm, or serve a span of MODEL, until SIGTERM or Ctrl-C.
 
     Without MODEL it holds what an orchestrator assigns, within the limits of --pool-models and the
-    like. Without --initial-peers it starts a new swarm and prints the address to join it.
+    like, or with --shards-gib what owners of models send. Without --initial-peers it starts a new
+    swarm and prints the address to join it.
     """
     require_node("nesa-node run")
     from nesa_node.core.settings.models import NodeConfig
 
     config = load_command_config(NodeConfig, flags, model=model)
     if config.model is None:
-        return _offer_machine(config)
+        return _hold_shards(config) if config.shards_gib is not None else _offer_machine(config)
     with exit_on_interrupt(), _without_gc():
         from nesa_node.cli.services.side_services import (
             make_gateway_runner,
@@ -81,6 +82,20 @@ def _offer_machine(config: NodeConfig) -> int:
     async def serve() -> None:
         async with serve_metrics_of(config) as sources:
             await run_pool_member(config, metric_sources=sources)
+
+    event_loop.run_event_loop(serve())
+    return 0
+
+
+def _hold_shards(config: NodeConfig) -> int:
+    with exit_on_interrupt(), _without_gc():
+        from nesa_node.cli.services.side_services import serve_metrics_of
+        from nesa_node.server.shards.member import run_shard_member
+        from nesa_node.swarm.p2p import tasks as event_loop
+
+    async def serve() -> None:
+        async with serve_metrics_of(config) as sources:
+            await run_shard_member(config, metric_sources=sources)
 
     event_loop.run_event_loop(serve())
     return 0

@@ -49,6 +49,10 @@ def generate(
         bool | None,
         Parameter(group=OUTPUT, help="Use the chat template. [default: if the model has one]"),
     ] = None,
+    stats: Annotated[
+        bool,
+        Parameter(group=OUTPUT, negative=(), help="Print a table of what took how long to stderr."),
+    ] = False,
     sampling: SamplingFlags | None = None,
     flags: Flags["AnswerConfig"] | None = None,
 ) -> int:
@@ -63,6 +67,8 @@ def generate(
         resolve_initial_peers,
         save_last_swarm,
     )
+    from nesa_node.cli.views.phases import format_phases
+    from nesa_node.core.wait_tracking import current_tracker
 
     config = load_answer_config(flags, model, max_new_tokens)
     chosen = (sampling or SamplingFlags()).check()
@@ -94,6 +100,14 @@ def generate(
                 f"{describe_route(session)}]",
                 file=sys.stderr,
             )
+            spent = session.spent_epsilon
+    if stats and spent is not None:
+        print(
+            f"differential privacy of what was sent, this time alone: epsilon {spent:.4g}",
+            file=sys.stderr,
+        )
+    if stats and (waits := current_tracker()) is not None:
+        print(format_phases(waits.seconds, waits.age_s), file=sys.stderr)
     return 0
 
 

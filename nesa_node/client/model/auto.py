@@ -24,7 +24,6 @@ from nesa_node.core.settings.choices import (
     AuditorChoice,
     AuditScheme,
     Precision,
-    PrivacyName,
     RedundancyName,
     RouteName,
     StrategyName,
@@ -85,9 +84,11 @@ class AutoDistributedModelForCausalLM:
         audit_scheme: AuditScheme = "relative-l2",
         require_attestation: str | Path | None = None,
         verify: RedundancyName = "none",
-        private: PrivacyName = "none",
+        private: str = "none",
+        stock: int = 16,
         keep_session: str | Path | None = None,
         publish_evidence: bool = False,
+        deployment: str | Path | None = None,
     ) -> DistributedModelForCausalLM:
         """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
 
@@ -135,9 +136,21 @@ class AutoDistributedModelForCausalLM:
         that token. Not with `client_blocks` at the end of the model.
 
         With `private="ckks"` nodes that run with `--private ckks` multiply their weights with
-        encrypted vectors, and everything else is computed here, with the attention caches: they
-        see neither text nor hidden states, only when and how many tokens are computed. Nothing
-        proves that they multiplied correctly. Seconds for each token.
+        encrypted vectors that they cannot read, and everything else is computed here, with the
+        attention caches (so are `client_blocks`, whose weights this process holds). They see when
+        and how many tokens are computed. Each product is checked; a node with a wrong one is not
+        asked again. Seconds for each token. With "masks" vectors are hidden by random numbers,
+        which such nodes have multiplied before: for `stock` tokens they are kept, and made again
+        while nothing is asked.
+
+        `private="noise:EPS,DELTA,CLIP"` scales each hidden state that is sent to a norm of at most
+        CLIP and adds normal noise that makes it (EPS, DELTA)-differentially private by itself.
+        Each session draws new noise, which nodes can average over sessions with the same text; the
+        log says what all of a connection come to. What that keeps is in `docs/privacy.md`.
+
+        `deployment` is the file of a private deployment of this model (`nesa-node deploy`): its
+        members compute the blocks that they were sent, in a star, and no swarm is joined. The first
+        and last blocks are computed here, as many as the file says.
 
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for contradictory
         arguments, a missing device and malformed initial peers.
@@ -167,14 +180,18 @@ class AutoDistributedModelForCausalLM:
             audit_scheme=audit_scheme,
             verify=verify,
             private=private,
+            stock=stock,
             audits_path=default_audits_path(),
             require_attestation=(
                 None if require_attestation is None else user_path(require_attestation)
             ),
             keep_session=None if keep_session is None else user_path(keep_session),
             publish_evidence=publish_evidence,
+            deployment=None if deployment is None else user_path(deployment),
             decisions_path=default_decisions_path(),
         )
+        if options.deployment is not None:
+            client_blocks = read_client_blocks(options.deployment, checkpoint, client_blocks)
         return build_model(
             checkpoint,
             connect_by(checkpoint, options, resolved),
@@ -190,6 +207,16 @@ def connect_by(checkpoint: Checkpoint, options: ConnectionOptions, dtype: torch.
     """Join the swarm that serves `checkpoint` by `options`; hidden states are sent in `dtype`."""
 
     def connect(head: ComputeLogits) -> AbstractAsyncContextManager[SwarmConnection]:
+        if (noise := options.noise) is not None:
+            from nesa_node.client.session.noisy_connection import open_noisy_connection
+
+            return open_noisy_connection(checkpoint, options, dtype, head, noise)
+        if options.deployment is not None:
+            from nesa_node.client.deployment.deployment_connection import (
+                open_deployment_connection,
+            )
+
+            return open_deployment_connection(checkpoint, options, dtype)
         if options.private != "none":
             from nesa_node.client.private.private_connection import open_private_connection
 
@@ -314,6 +341,9 @@ def open_model(
         require_room_for_embedder_and_head(checkpoint, dtype=dtype, device=device)
     load = load_discovered_tokenizer if discovered else load_tokenizer
     folder = checkpoint.fetch_side_files()
+    client_blocks = choose_client_blocks(config, checkpoint.num_blocks)
+    if config.deployment is not None:
+        client_blocks = read_client_blocks(config.deployment, checkpoint, client_blocks)
     with track_wait("the tokenizer to be loaded"):
         tokenizer = load(folder)
     model = build_model(
@@ -321,7 +351,35 @@ def open_model(
         connect_by(checkpoint, ConnectionOptions.from_settings(config), dtype),
         dtype=dtype,
         device=device,
+        client_blocks=client_blocks,
         prefix_salt=choose_prefix_salt(config.reuse_prefix, None),
         adapter=adapter,
     )
     return model, tokenizer
+
+
+def choose_client_blocks(config: ClientConfig, num_blocks: int) -> tuple[int, int]:
+    """How many first and last blocks the client computes. Raises `ConfigError`."""
+    if (private := config.private_blocks) is None:
+        return config.client_blocks or (0, 0)
+    if private.end > num_blocks:
+        raise ConfigError(f"private_blocks={private} of a model that has blocks 0:{num_blocks}")
+    return private.start, num_blocks - private.end
+
+
+def read_client_blocks(
+    deployment: Path, checkpoint: Checkpoint, asked: tuple[int, int]
+) -> tuple[int, int]:
+    """How many first and last blocks of a private deployment its owner computes.
+
+    Raises `ConfigError` where something else was `asked`, and as `read_deployment` does.
+    """
+    from nesa_node.client.deployment.deployment_connection import read_deployment
+    from nesa_node.client.deployment.deployment_file import DeploymentFile
+
+    found = read_deployment(DeploymentFile(deployment), checkpoint).client_blocks
+    if asked not in (found, (0, 0)):
+        raise ConfigError(
+            f"client_blocks={asked}, and the deployment leaves {found} to its owner: leave it out"
+        )
+    return found

@@ -127,6 +127,15 @@ class InferenceSession:
         """What is audited of the closed session; before it is closed, nothing is told."""
         return self._blocks.drawn_audits
 
+    @property
+    def spent_epsilon(self) -> float | None:
+        """With `private="noise:..."`, epsilon of all hidden states that were sent, composed.
+
+        Of this session alone: another one with the same text draws fresh noise, which adds to it.
+        """
+        sent = self._blocks.noisy_vectors
+        return None if sent is None else sent.epsilon
+
     @torch.no_grad()
     def step(
         self, inputs: torch.Tensor, attention_mask: torch.Tensor | None = None

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import operator
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 
 import torch
 
@@ -21,6 +24,7 @@ from nesa_node.client.session.base import (
     BlockSession,
     DrawnAudits,
     Failover,
+    NoisyVectors,
     RowSlice,
     SessionPrefix,
     SwarmConnection,
@@ -63,6 +67,11 @@ class LayeredSession:
     @property
     def drawn_audits(self) -> DrawnAudits:
         return sum((layer.drawn_audits for layer in self._layers), DrawnAudits())
+
+    @property
+    def noisy_vectors(self) -> NoisyVectors | None:
+        sent = [each for layer in self._layers if (each := layer.noisy_vectors) is not None]
+        return reduce(operator.add, sent) if sent else None
 
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
@@ -282,6 +291,7 @@ class LocalSession:
     codecs = ()
     failovers = ()
     drawn_audits = DrawnAudits()
+    noisy_vectors = None
 
     def __init__(
         self,
@@ -314,9 +324,8 @@ class LocalSession:
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"
     ) -> torch.Tensor:
         check_slices(rows, self._lengths, self.max_tokens, hidden_TD.shape[0])
-        result = await asyncio.get_running_loop().run_in_executor(
-            self._worker, self._run, hidden_TD, rows, want
-        )
+        run = partial(copy_context().run, self._run, hidden_TD, rows, want)
+        result = await asyncio.get_running_loop().run_in_executor(self._worker, run)
         for part in rows:
             self._lengths[part.row] += part.count
         return result

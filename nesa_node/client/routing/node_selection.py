@@ -49,7 +49,7 @@ MIN_MOVE_SPEEDUP = 1.1
 MAX_STANDBY_SLOWDOWN = 1.5
 """Largest ratio of step times for which a standby is outside its node's failure domains."""
 
-TEMPORARY_REFUSALS = frozenset({"draining", "wrong_blocks"})
+TEMPORARY_REFUSALS = frozenset({"draining", "wrong_blocks", "unknown_shard"})
 """Refusal codes of a node that is leaving or has moved since the lookup: it may be usable later."""
 
 

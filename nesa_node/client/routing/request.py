@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, get_args
@@ -14,7 +15,6 @@ from nesa_node.core.settings.choices import (
     AuditorChoice,
     AuditScheme,
     Precision,
-    PrivacyName,
     RedundancyName,
     RouteName,
     StrategyName,
@@ -25,6 +25,7 @@ from nesa_node.core.settings.declaration import (
     secret_text,
 )
 from nesa_node.core.settings.models import DEFAULT_AUDIT_RATE, ClientConfig
+from nesa_node.core.settings.noise_spec import NoiseSpec, check_private
 from nesa_node.swarm.protocol.messages import Prefix
 
 
@@ -73,8 +74,12 @@ class ConnectionOptions:
     """Rule by which several nodes compute each block, in stars, or several chains ("cdv") all
     blocks. Then sessions reuse no prefixes."""
 
-    private: PrivacyName = "none"
-    """How nodes compute without seeing hidden states; "none": they see them."""
+    private: str = "none"
+    """How nodes compute without seeing hidden states; "none": they see them, and
+    "noise:EPS,DELTA,CLIP" with noise."""
+
+    stock: int = 16
+    """With private="masks", for how many tokens masks are kept."""
 
     audits_path: Path | None = None
     """File that remembers what audits said of each node; None: only for this connection."""
@@ -84,6 +89,9 @@ class ConnectionOptions:
 
     keep_session: Path | None = None
     """Folder for the work of audited nodes, to be audited again; None: it is not kept."""
+
+    deployment: Path | None = None
+    """File of a private deployment, whose members are used in place of a swarm's nodes."""
 
     publish_evidence: bool = False
     """Whether nodes that hold the same blocks get the values of wrong work, to check them."""
@@ -111,15 +119,26 @@ class ConnectionOptions:
         if self.verify not in get_args(RedundancyName):
             names = ", ".join(get_args(RedundancyName))
             raise ConfigError(f"unknown verify={self.verify!r}: give {names}")
-        if self.private not in get_args(PrivacyName):
-            names = ", ".join(get_args(PrivacyName))
-            raise ConfigError(f"unknown private={self.private!r}: give {names}")
-        if self.private != "none" and self.verify != "none":
+        check_private(self.private)
+        if self.hides_states and self.verify != "none":
             raise ConfigError(
                 f"verify={self.verify!r} compares hidden states of nodes, and with "
                 f"private={self.private!r} they have none: give one of them"
             )
-        if self.private != "none" and self.keep_session is not None:
+        if self.deployment is not None:
+            others = {
+                "private": self.private != "none",
+                "verify": self.verify != "none",
+                "require_attestation": self.require_attestation is not None,
+                "keep_session": self.keep_session is not None,
+                "publish_evidence": self.publish_evidence,
+            }
+            if given := [name for name, is_given in others.items() if is_given]:
+                raise ConfigError(
+                    "a deployment's members see hidden states, attest nothing, and are checked by "
+                    f"its own verifiers: leave out {', '.join(given)}, or deployment"
+                )
+        if self.hides_states and self.keep_session is not None:
             raise ConfigError(
                 f"keep_session is what audits are made of, and private={self.private!r} has none: "
                 "give one of them"
@@ -134,6 +153,16 @@ class ConnectionOptions:
             raise ValueError(
                 "step_timeout_s must be positive, the other timeouts must not be negative"
             )
+
+    @property
+    def hides_states(self) -> bool:
+        """Whether nodes get something else than hidden states."""
+        return self.private != "none" and self.noise is None
+
+    @property
+    def noise(self) -> NoiseSpec | None:
+        """Noise that is put into hidden states, if any."""
+        return NoiseSpec.parse(self.private)
 
     @classmethod
     def from_settings(cls, config: ClientConfig) -> Self:
@@ -151,10 +180,12 @@ class ConnectionOptions:
             audit_scheme=config.audit_scheme,
             verify=config.verify,
             private=config.private,
+            stock=config.stock,
             audits_path=default_audits_path(),
             require_attestation=config.require_attestation,
             keep_session=config.keep_session,
             publish_evidence=config.publish_evidence,
+            deployment=config.deployment,
             decisions_path=default_decisions_path(),
         )
 
@@ -180,6 +211,9 @@ class RouteRequest:
     """Digest of the adapter that nodes use beside the model; empty: none."""
     allowed_peers: frozenset[PeerId] | None = None
     """Peers that the session may use; None: all."""
+    find_name: Callable[[PeerId], ModelId] | None = None
+    """The name by which a node knows the blocks at the moment; None: `model_id`. Raises
+    `PeerUnreachableError` for a node that has them no more."""
 
     @property
     def is_chain(self) -> bool:

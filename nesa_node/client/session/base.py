@@ -16,6 +16,8 @@ import torch
 
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.metrics import MetricSample
+from nesa_node.core.settings.noise_spec import NoiseSpec
+from nesa_node.privacy.noise.gaussian_mechanism import compose_epsilon
 from nesa_node.routing.chains import Hop
 from nesa_node.swarm.protocol.messages import (
     MAX_PREFIX_DIGESTS,
@@ -170,6 +172,25 @@ class DrawnAudits:
         return DrawnAudits(self.hops + other.hops, self.drawn + other.drawn)
 
 
+@dataclass(slots=True)
+class NoisyVectors:
+    """Hidden states that nodes got, each with noise of its own, also where two are of one token."""
+
+    noise: NoiseSpec
+    count: int = 0
+
+    @property
+    def epsilon(self) -> float:
+        """Of all together, at the delta that each has by itself."""
+        if not self.count:
+            return 0.0
+        return compose_epsilon(self.noise.epsilon, self.noise.delta, self.count)
+
+    def __add__(self, other: NoisyVectors) -> NoisyVectors:
+        assert self.noise == other.noise, "one client has one setting of noise"
+        return NoisyVectors(self.noise, self.count + other.count)
+
+
 __all__ = ["BlockSession", "Connect", "RowSlice", "SwarmConnection", "Want"]
 
 
@@ -211,6 +232,11 @@ class BlockSession(Protocol):
     def drawn_audits(self) -> DrawnAudits:
         """What is audited of a closed session; of an open one it is not told."""
         return DrawnAudits()
+
+    @property
+    def noisy_vectors(self) -> NoisyVectors | None:
+        """All hidden states that nodes got, where noise was put in; None: without."""
+        return None
 
     async def step(
         self, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], *, want: Want = "all"

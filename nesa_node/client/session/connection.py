@@ -313,15 +313,25 @@ class RemoteConnection:
 
 @asynccontextmanager
 async def join_as_client(options: ConnectionOptions) -> AsyncIterator[Swarm]:
-    """Join a swarm without listening, by the identity of `options` or a new one.
-
-    Raises the `SwarmError`s of `open_swarm`, and `ConfigError` without initial peers.
-    """
+    """Join a swarm as `open_client_swarm` does. Raises `ConfigError` without initial peers."""
     if not options.initial_peers:
         raise ConfigError(
             "initial_peers is needed: the address of any member of the swarm, such as "
             'initial_peers=["192.0.2.7:31330"] (`nesa-node run` prints the one of a new swarm)'
         )
+    async with open_client_swarm(options) as swarm:
+        yield swarm
+
+
+@asynccontextmanager
+async def open_client_swarm(
+    options: ConnectionOptions, *, asks_for_addresses: bool = True
+) -> AsyncIterator[Swarm]:
+    """Open a network without listening, by the identity of `options` or a new one.
+
+    Without initial peers it is alone on its DHT. `asks_for_addresses` is as in `open_swarm`, whose
+    `SwarmError`s are raised.
+    """
     async with AsyncExitStack() as stack:
         if options.identity_path is not None:
             identity = Identity.load_or_create(options.identity_path)
@@ -334,6 +344,7 @@ async def join_as_client(options: ConnectionOptions) -> AsyncIterator[Swarm]:
                 initial_peers=options.initial_peers,
                 swarm_key=options.swarm_key,
                 listen=False,
+                asks_for_addresses=asks_for_addresses,
             )
         )
 

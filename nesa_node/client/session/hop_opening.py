@@ -233,7 +233,7 @@ class HopOpener:
         request, hop = self._request, link.hop
         return Open(
             version=VERSION,
-            model=request.model_id,
+            model=request.model_id if request.find_name is None else request.find_name(hop.peer_id),
             session=link.session,
             secret=secret,
             blocks=(hop.span.start, hop.span.end),

@@ -74,6 +74,8 @@ REPLICATION_INTERVAL_S = 0.25
 class RemoteSession:
     """A `BlockSession` with its blocks on other machines."""
 
+    noisy_vectors = None
+
     def __init__(
         self,
         swarm: Swarm,
@@ -125,6 +127,10 @@ class RemoteSession:
     @property
     def hops(self) -> tuple[Hop, ...]:
         return self._route.hops
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     @property
     def session_id(self) -> bytes:

@@ -91,7 +91,10 @@ class TrainingOpener:
             )
         self._remote = remote[0]
         connection = connect()
-        assert isinstance(connection, RemoteConnection)
+        if not isinstance(connection, RemoteConnection):
+            raise UnsupportedFeatureError(
+                "fine-tuning needs nodes that see hidden states as they are: leave out private"
+            )
         self._connection = connection
 
     @asynccontextmanager

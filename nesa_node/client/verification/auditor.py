@@ -211,10 +211,14 @@ class Auditor(SessionAuditor):
     ) -> asyncio.Task[WrongActivationsError | None] | None:
         return self._tasks.start(audit, name="audit")
 
+    @property
+    def family(self) -> str:
+        return str(self._checkpoint.config.model_type)
+
     def kind_of(self, declared: Computation, codec: str) -> ComputationKind:
         """The kind of a computation, by which bounds are fitted."""
         return ComputationKind(
-            self._checkpoint.config.model_type,
+            self.family,
             declared.dtype,
             declared.quantization,
             declared.backend,

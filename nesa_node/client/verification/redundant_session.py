@@ -46,10 +46,14 @@ class _Group:
     """Those that may replace one; each is asked once."""
     members: dict[Replica, RemoteSession] = field(default_factory=dict)
     history: AgreementHistory | None = None
+    failure: str = ""
+    """Why the last replica could not be used."""
 
 
 class RedundantSession:
     """`BlockSession` over replicas that check each other by `rule`."""
+
+    noisy_vectors = None
 
     def __init__(
         self,
@@ -79,7 +83,12 @@ class RedundantSession:
     @property
     def hops(self) -> tuple[Hop, ...]:
         """The nodes, those of the same blocks one after the other."""
-        return tuple(hop for session in self._sessions() for hop in session.hops)
+        return tuple(
+            Hop(hop.peer_id, _shift(hop.span, group.span.start - session.hops[0].span.start))
+            for group in self._groups
+            for session in group.members.values()
+            for hop in session.hops
+        )
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -101,6 +110,8 @@ class RedundantSession:
         await asyncio.gather(*(self._fill(group, []) for group in self._groups))
         for group in self._groups:
             self._check_members(group, self._rule.fewest)
+            if self._rule.copies == 1:
+                continue  # There is nothing to compare it with.
             first = next(iter(group.members.values()))
             group.history = self._new_history(group.span, first)
 
@@ -140,6 +151,9 @@ class RedundantSession:
         self, group: _Group, hidden_TD: torch.Tensor, rows: Sequence[RowSlice], want: Want
     ) -> torch.Tensor:
         members = dict(group.members)
+        if self._rule.copies == 1:
+            (session,) = members.values()
+            return await session.step(hidden_TD, rows, want=want)
         used = {replica: _find_nodes(session) for replica, session in members.items()}
         answers = await asyncio.gather(
             *(session.step(hidden_TD, rows, want=want) for session in members.values()),
@@ -205,6 +219,7 @@ class RedundantSession:
                 await session.step(values_LD, [part], want="none")
         except NesaError as error:
             log.info("replica_not_opened", peers=sorted(replica), reason=str(error))
+            group.failure = f"; {error}"
             await session.close()
         except BaseException:
             await session.close()
@@ -217,7 +232,12 @@ class RedundantSession:
             blocks = group.span.start, group.span.end
             what = "chains" if self._rule.of_chains else "nodes"
             reason = f"{found} {what} of {needed} that are needed compute blocks {group.span}"
+            reason += group.failure
             raise MissingBlocksError([blocks], reason)
+
+
+def _shift(span: Span, by: int) -> Span:
+    return Span(span.start + by, span.end + by)
 
 
 def _find_nodes(session: RemoteSession) -> list[PeerId]:

@@ -28,7 +28,12 @@ from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.protocol.messages import Computation
 from nesa_node.topology.snapshot import NodeState
 from nesa_node.verification.agreement import RULES, AgreementHistory, AgreementRule
-from nesa_node.verification.comparison import Measure, Threshold, find_threshold
+from nesa_node.verification.comparison import (
+    ComputationKind,
+    Measure,
+    Threshold,
+    find_threshold,
+)
 from nesa_node.verification.distributions import ComputeLogits, DistributionMeasure
 
 REPLICA_TIMEOUT_S = 10.0
@@ -108,7 +113,9 @@ class ReplicaOpener:
 
     def _new_history(self, dtype: str, span: Span, session: RemoteSession) -> AgreementHistory:
         """How outputs are compared that arrive in `dtype`, which is the head's, too."""
-        allowed = self._find_allowed(span, session)
+        allowed = find_allowed(
+            self._auditor.family, span, session, self._rule.scheme, f"verify={self._name!r}"
+        )
         if not self._rule.of_chains:
             return AgreementHistory(Measure(self._rule.scheme, secrets.token_bytes(32)), allowed)
         if any(each is None or each.dtype != dtype for each in session.declared_computations):
@@ -117,29 +124,6 @@ class ReplicaOpener:
                 f"in {dtype}: give the nodes' as dtype (--torch-dtype)"
             )
         return AgreementHistory(DistributionMeasure(self._head), allowed)
-
-    def _find_allowed(self, span: Span, session: RemoteSession) -> Threshold:
-        kinds: set[Computation | None] = set(session.declared_computations)
-        declared = kinds.pop()
-        if declared is None:
-            raise UnsupportedFeatureError(
-                f"the nodes of blocks {span} do not declare what they compute with, as versions "
-                f"before 1.7: verify={self._name!r} cannot compare them"
-            )
-        if kinds:
-            raise UnsupportedFeatureError(
-                f"the nodes of a chain over blocks {span} do not all compute with the same: "
-                f"verify={self._name!r} has no bounds for that"
-            )
-        kind = self._auditor.kind_of(declared, session.codec)
-        allowed = find_threshold(kind, len(span), self._rule.scheme)
-        if allowed is None:
-            raise UnsupportedFeatureError(
-                f"no bound was fitted for how much honest nodes differ over {len(span)} blocks of "
-                f"{kind.family} in {kind.dtype}, quantization {kind.quantization}, on "
-                f"{kind.backend}: verify={self._name!r} cannot compare them"
-            )
-        return allowed
 
     async def _report_outvoted(
         self, peers: Sequence[PeerId], span: Span, session: bytes, reason: str
@@ -168,3 +152,35 @@ def _alone(
         prompt_tokens=0,
         options=options,
     )
+
+
+def find_allowed(
+    family: str, span: Span, session: RemoteSession, scheme: str, what: str
+) -> Threshold:
+    """How much honest nodes differ over `span`, that compute as the nodes of `session` declare.
+
+    Raises `UnsupportedFeatureError`, which names `what` compares them, where that is not known.
+    """
+    kinds: set[Computation | None] = set(session.declared_computations)
+    declared = kinds.pop()
+    if declared is None:
+        raise UnsupportedFeatureError(
+            f"the nodes of blocks {span} do not declare what they compute with, as versions "
+            f"before 1.7: {what} cannot compare them"
+        )
+    if kinds:
+        raise UnsupportedFeatureError(
+            f"the nodes of a chain over blocks {span} do not all compute with the same: "
+            f"{what} has no bounds for that"
+        )
+    kind = ComputationKind(
+        family, declared.dtype, declared.quantization, declared.backend, session.codec
+    )
+    allowed = find_threshold(kind, len(span), scheme)
+    if allowed is None:
+        raise UnsupportedFeatureError(
+            f"no bound was fitted for how much honest nodes differ over {len(span)} blocks of "
+            f"{kind.family} in {kind.dtype}, quantization {kind.quantization}, on "
+            f"{kind.backend}: {what} cannot compare them"
+        )
+    return allowed

@@ -24,7 +24,6 @@ from nesa_node.core.errors import (
     PeerUnreachableError,
     ProtocolError,
     RecordError,
-    StreamClosedError,
     SwarmError,
 )
 from nesa_node.core.ids import ModelId, PeerId
@@ -37,7 +36,7 @@ from nesa_node.engine.weights.adapter_files import (
     check_adapter_folder,
 )
 from nesa_node.server.adapters.store import AdapterStore
-from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.message_loop import RefusalLog, receive_first_message
 from nesa_node.server.session.peer_access import PeerAccess
 from nesa_node.swarm.adapter_catalog import PublishedAdapter, find_published, list_published
 from nesa_node.swarm.adapter_transfer import (
@@ -171,17 +170,12 @@ class AdapterServer:
         A peer's mistake is answered, never raised.
         """
         stream = Stream(peer, reader, writer)
-        try:
+        async with self._refusals.answering(stream):
             # Read before it is refused: see `SessionServer.handle`.
             message = await receive_first_message(stream)
             await self._budget.wait_until_paid(stream, message)
             self._check_request(peer, message)
             await self._dispatch(stream, message)
-        except StreamClosedError:
-            log.debug("stream_ended", peer=peer)
-        except ProtocolError as error:
-            self._refusals.record(peer=peer, code=error.code, reason=str(error))
-            await send_refusal(stream, error)
 
     async def find(self, text: str) -> PublishedAdapter:
         """The adapter that `name`, `author/name` or a digest means.

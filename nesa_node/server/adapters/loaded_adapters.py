@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 from nesa_node.core.errors import (
     AdapterError,
@@ -20,17 +21,24 @@ from nesa_node.core.logging import get_logger
 from nesa_node.engine.adapters.peft_folder import PeftFolder
 from nesa_node.engine.adapters.served_adapter import ServedAdapter, compute_adapter_bytes
 from nesa_node.engine.model.blocks import ModelBlocks
-from nesa_node.server.adapters.adapter_server import AdapterServer
 
 log = get_logger(__name__)
 
 RETRY_AFTER_S = 2.0
 
 
+class AdapterSource(Protocol):
+    """Has the files of adapters."""
+
+    async def open_digest(self, digest: str) -> Path:
+        """The folder of an adapter. Raises `AdapterError` and what fetching it raises."""
+        ...
+
+
 class LoadedAdapters:
     """Adapters by digest, within `max_bytes`. Those that no session uses make room for new ones."""
 
-    def __init__(self, blocks: ModelBlocks, source: AdapterServer, max_bytes: int) -> None:
+    def __init__(self, blocks: ModelBlocks, source: AdapterSource, max_bytes: int) -> None:
         self._blocks = blocks
         self._source = source
         self._max_bytes = max_bytes

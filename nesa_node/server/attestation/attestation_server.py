@@ -12,12 +12,11 @@ from nesa_node.core.errors import (
     BusyError,
     ConfigError,
     ProtocolError,
-    StreamClosedError,
 )
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.server.attestation.quote_sources import QuoteSource
-from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.message_loop import RefusalLog, receive_first_message
 from nesa_node.server.session.peer_access import PeerAccess
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.p2p.identity import public_key_bytes
@@ -65,18 +64,13 @@ class AttestationServer:
         A peer's mistake is answered, never raised.
         """
         stream = Stream(peer, reader, writer)
-        try:
+        async with self._refusals.answering(stream):
             # Read before it is refused: see `SessionServer.handle`.
             message = await receive_first_message(stream)
             if not isinstance(message, Attest):
                 raise ProtocolError("unexpected", "a stream of attestation begins with attest")
             self._check_request(peer, message)
             await stream.send(await self._attest(peer, message.nonce))
-        except StreamClosedError:
-            log.debug("stream_ended", peer=peer)
-        except ProtocolError as error:
-            self._refusals.record(peer=peer, code=error.code, reason=str(error))
-            await send_refusal(stream, error)
 
     def _check_request(self, peer: PeerId, message: Attest) -> None:
         self._access.require(peer, message.membership, message.model)

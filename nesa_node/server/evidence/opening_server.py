@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 import threading
 import time
 from collections import deque
@@ -17,14 +15,15 @@ from typing import Any, cast, get_args
 import torch
 
 from nesa_node.compression.tensors import DTYPES
-from nesa_node.core.errors import BusyError, NesaError, ProtocolError, StreamClosedError
+from nesa_node.core.errors import BusyError, NesaError, ProtocolError
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.lru_table import LruTable
 from nesa_node.core.settings.choices import QuantType
+from nesa_node.engine.kernels.threads import lower_priority
 from nesa_node.engine.model.recomputation import run_blocks, split_runs
 from nesa_node.engine.weights.checkpoint import Checkpoint
-from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.message_loop import RefusalLog, receive_first_message
 from nesa_node.server.session.peer_access import PeerAccess
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.openings import MAX_OPENING_BYTES, OpenedRow, read_opening
@@ -121,7 +120,7 @@ class OpeningServer:
         self._is_busy = False
         self._tasks = TaskSet()
         self._stopping = threading.Event()
-        self._thread = ThreadPoolExecutor(1, "evidence", initializer=_lower_priority)
+        self._thread = ThreadPoolExecutor(1, "evidence", initializer=partial(lower_priority, 19))
 
     async def close(self) -> None:
         """Let go of checks; one that runs ends after its block."""
@@ -135,18 +134,13 @@ class OpeningServer:
         A peer's mistake is answered, never raised.
         """
         stream = Stream(peer, reader, writer)
-        try:
+        async with self._refusals.answering(stream):
             # Read before it is refused: see `SessionServer.handle`.
             offer = await receive_first_message(stream)
             if not isinstance(offer, OpeningOffer):
                 raise ProtocolError("unexpected", "a stream of evidence begins with opening_offer")
             self._check_offer(peer, offer)
             await self._receive(stream, offer)
-        except StreamClosedError:
-            log.debug("stream_ended", peer=peer)
-        except ProtocolError as error:
-            self._refusals.record(peer=peer, code=error.code, reason=str(error))
-            await send_refusal(stream, error)
 
     def _check_offer(self, peer: PeerId, offer: OpeningOffer) -> None:
         self._access.require(peer, offer.membership, offer.model)
@@ -258,9 +252,3 @@ def _compute(
     return [
         output_LD[list(row.positions)] for row, output_LD in zip(work.rows, hidden, strict=True)
     ]
-
-
-def _lower_priority() -> None:
-    """Of the calling thread, on Linux; elsewhere a process has one priority."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -20,7 +20,7 @@ from nesa_node.server.graphs.piece_neighbours import PieceNeighbours
 from nesa_node.server.graphs.request_room import RequestRoom
 from nesa_node.server.graphs.served_pieces import ServedPieces
 from nesa_node.server.scheduler.batch import Executor
-from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.session.message_loop import RefusalLog, receive_first_message
 from nesa_node.server.session.peer_access import PeerAccess
 from nesa_node.sharding.graph_plan import encode_plan
 from nesa_node.swarm.node import Swarm
@@ -153,7 +153,7 @@ class GraphServer:
         assert task is not None
         self._handlers.add(task)
         task.add_done_callback(self._handlers.discard)
-        try:
+        async with self._refusals.answering(stream):
             # Read before it is refused: see `SessionServer.handle`.
             message = await receive_first_message(stream)
             if not isinstance(message, GraphOpen | PlanRequest):
@@ -165,11 +165,6 @@ class GraphServer:
                 await self._send_plan(stream)
             else:
                 await self._serve(stream)
-        except StreamClosedError:
-            log.debug("stream_ended", peer=peer)
-        except ProtocolError as error:
-            self._refusals.record(peer=peer, code=error.code, reason=str(error))
-            await send_refusal(stream, error)
 
     async def drain(self, timeout_s: float, *, idle_s: float | None = None) -> None:
         """Refuse new requests, and wait up to `timeout_s` for those that were read."""

@@ -89,6 +89,7 @@ class Announcer:
         """`sent_bytes` counts bytes of hidden states by codec; all are read for every record."""
         self.throughput = SpanThroughput(0.0, 0.0)
         self.capacity: Callable[[], Capacity] = Capacity
+        self.private_schemes: Callable[[], tuple[str, ...]] = tuple
         self._is_movable = is_movable
         self._sent_bytes = Counter() if sent_bytes is None else sent_bytes
         self._measured_links = measured_links
@@ -181,6 +182,7 @@ class Announcer:
             location=facts.location,
             figures=pack_roofline(facts.roofline),
             operator=facts.operator,
+            private_schemes=self.private_schemes(),
         )
 
     def _packed_links(self) -> bytes:

@@ -63,6 +63,7 @@ from nesa_node.server.orchestrator.launch import (
     orchestrate,
     run_follower,
 )
+from nesa_node.server.private.encoded_blocks import SCHEMES, PrivateBlocks
 from nesa_node.server.private.private_server import PrivateServer
 from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.scheduler.scheduler import open_scheduler
@@ -281,8 +282,9 @@ async def _decoder_services(
     await swarm.transport.serve(EVIDENCE_PROTOCOL, openings.handle)
     evidence = EvidenceExchange(swarm, served.model_id, served.num_blocks)
     encoding = []
-    if config.private == "ckks":
-        private = await asyncio.to_thread(_make_private_server, runner)
+    if (blocks_type := SCHEMES.get(config.private)) is not None:
+        private = await asyncio.to_thread(_make_private_server, runner, blocks_type)
+        runner.announcer.private_schemes = private.schemes
         await swarm.transport.serve(PRIVATE_PROTOCOL, private.handle)
         encoding = [private.run()]
     try:
@@ -295,13 +297,14 @@ async def _decoder_services(
         await openings.close()
 
 
-def _make_private_server(runner: SpanRunner) -> PrivateServer:
+def _make_private_server(runner: SpanRunner, blocks_type: type[PrivateBlocks]) -> PrivateServer:
     config, served = runner.config, runner.served
     limit = config.private_cache_gib
     return PrivateServer(
         runner.swarm,
         served.model_id,
         served.checkpoint,
+        blocks_type,
         # On one thread: products are made of parts that take less than threads take to meet.
         make_ring(RingParameters()),
         runner.find_served_span,

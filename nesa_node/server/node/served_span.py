@@ -167,7 +167,7 @@ async def open_span(
     scheduler.seed_cost(throughput, span)
     tokens = count_cache_tokens(config, blocks)
     pool = await device.run(partial(blocks.new_pool, tokens))
-    admission = Admission(_limits(config, blocks, tokens), pool)
+    admission = Admission(make_limits(config, blocks, tokens), pool)
     async with open_executor(is_background=True) as background:
         # A GPU runs what it is given in order, whichever thread gives it.
         executor = background if blocks.device.type == "cpu" else device
@@ -221,7 +221,7 @@ def _count_training_bytes(config: NodeConfig, blocks: ModelBlocks, cache_tokens:
     return max(int(free * AUTO_TRAINING_FRACTION), 0)
 
 
-def _limits(config: NodeConfig, blocks: ModelBlocks, tokens: int) -> AdmissionLimits:
+def make_limits(config: NodeConfig, blocks: ModelBlocks, tokens: int) -> AdmissionLimits:
     """The limits for a cache of `tokens`."""
     of_cache = int(tokens * blocks.cache_bytes_per_token * HIDDEN_BYTES_PER_CACHE_BYTE)
     per_token = blocks.hidden_size * 4

@@ -1,15 +1,18 @@
-"""The weights of a span, encoded to be multiplied with encrypted vectors."""
+"""The weights of a span, encoded to be multiplied with vectors that the node cannot read."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from transformers.pytorch_utils import Conv1D
+from torch import nn
 
 from nesa_node.core.errors import InsufficientMemoryError, ProtocolError, UnsupportedModelError
 from nesa_node.core.ids import Span
+from nesa_node.core.settings.choices import PrivateScheme
 from nesa_node.engine.model.devices import RESERVE_BYTES, free_memory_bytes
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.skeleton import Skeleton
@@ -19,82 +22,180 @@ from nesa_node.privacy.encrypted_product import (
     multiply,
     required_rotations,
 )
-from nesa_node.privacy.layout import ProductLayout, plan_layout
-from nesa_node.privacy.products import list_products
+from nesa_node.privacy.layout import plan_layout
+from nesa_node.privacy.masked_product import (
+    encode_integers,
+    make_integer_linear,
+    masked_bytes,
+    multiply_encrypted_mask,
+    multiply_masked,
+    pack_mask_product,
+    pack_masked,
+    plan_mask_layout,
+    quantize_rows,
+    unpack_masked,
+)
+from nesa_node.privacy.packing import pack_residues
+from nesa_node.privacy.products import LinearProduct, list_products, read_rows
 from nesa_node.privacy.ring import Residues, Ring
 
 
-class EncodedBlocks:
-    """Products with the linear layers of blocks `span`. Encoding takes seconds for each block."""
+class PrivateBlocks(ABC):
+    """Products with the linear layers of blocks `span`, of vectors that the node cannot read."""
 
-    def __init__(
-        self, ring: Ring, checkpoint: Checkpoint, span: Span, max_bytes: int | None = None
-    ) -> None:
-        """Plan the products; nothing is read yet.
+    scheme: ClassVar[PrivateScheme]
+    rotations: Sequence[int] = ()
+    """Steps of the rotations whose keys products need."""
 
-        Raises `InsufficientMemoryError` where the encoded weights have more than `max_bytes`, or
-        than this machine's free memory.
-        """
+    def __init__(self, ring: Ring, checkpoint: Checkpoint, span: Span) -> None:
         self.span = span
-        self._ring = ring
+        self.ring = ring
         self._skeleton = Skeleton(checkpoint)
         self._products = {each.paths[0]: each for each in list_products(self._skeleton, span)}
+        self._is_stopped = False
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that the encoded weights take."""
+
+    def require_memory(self, max_bytes: int | None) -> None:
+        """Raise `InsufficientMemoryError` where the encoded weights have more than `max_bytes`, or
+        than this machine's free memory.
+        """
+        most = free_memory_bytes("cpu") - RESERVE_BYTES
+        if max_bytes is not None:
+            most = min(most, max_bytes)
+        if self.nbytes > most:
+            raise InsufficientMemoryError(
+                f"weights of blocks {self.span} take {self.nbytes >> 20} MiB where vectors are "
+                f"encrypted, of {max(most, 0) >> 20} MiB: serve fewer blocks (--num-blocks), or "
+                "raise --private-cache-gib"
+            )
+
+    def encode(self) -> None:
+        """Read and encode all weights. Blocks the thread, seconds for each block.
+
+        Raises `UnsupportedModelError` for weights that cannot be encoded, and what reading raises.
+        """
+        for path, product in self._products.items():
+            if self._is_stopped:
+                return
+            weight_OI = np.concatenate(list(read_rows(self._skeleton, product)))
+            try:
+                self._encode(path, weight_OI)
+            except ValueError as error:
+                raise UnsupportedModelError(f"{path}: {error}") from error
+
+    @abstractmethod
+    def _encode(self, path: str, weight_OI: npt.NDArray[np.float64]) -> None:
+        """Raise `ValueError` for weights that cannot be encoded."""
+
+    def stop(self) -> None:
+        """Have `encode` end early; the blocks are of no use then."""
+        self._is_stopped = True
+
+    def require_product(self, path: str) -> LinearProduct:
+        """Raise `ProtocolError("bad_product")` for a layer that these blocks do not have."""
+        product = self._products.get(path)
+        if product is None:
+            raise ProtocolError("bad_product", f"no product of blocks {self.span} has that name")
+        return product
+
+    @abstractmethod
+    def chunks(self, path: str) -> int:
+        """How many ciphertexts hold the product's input."""
+
+    @abstractmethod
+    def scale(self, path: str) -> float:
+        """What a slot of 1 is in the coefficients of the product; 1 for integers."""
+
+    @abstractmethod
+    def multiply(
+        self, path: str, chunks: Sequence[Residues], keys: Mapping[int, Residues]
+    ) -> bytes:
+        """The packed product with the ciphertexts [2, P - 1, N] of one input. Blocks the thread."""
+
+
+class EncodedBlocks(PrivateBlocks):
+    """Products with encrypted vectors (CKKS)."""
+
+    scheme = "ckks"
+
+    def __init__(self, ring: Ring, checkpoint: Checkpoint, span: Span) -> None:
+        """Plan the products; nothing is read yet."""
+        super().__init__(ring, checkpoint, span)
         self._layouts = {
             path: plan_layout(sum(each.outputs), each.inputs, ring.parameters.slots)
             for path, each in self._products.items()
         }
         self.rotations = required_rotations(list(self._layouts.values()))
         self._matrices: dict[str, EncodedMatrix] = {}
-        self._is_stopped = False
-        self.nbytes = sum(each.nbytes(len(ring.primes)) for each in self._layouts.values())
-        free = free_memory_bytes("cpu") - RESERVE_BYTES
-        if self.nbytes > (most := min(free, free if max_bytes is None else max_bytes)):
-            raise InsufficientMemoryError(
-                f"weights of blocks {span} take {self.nbytes >> 20} MiB where vectors are "
-                f"encrypted, of {max(most, 0) >> 20} MiB: serve fewer blocks (--num-blocks), or "
-                "raise --private-cache-gib"
-            )
 
-    def encode(self) -> None:
-        """Read and encode all weights. Blocks the thread.
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes(len(self.ring.primes)) for each in self._layouts.values())
 
-        Raises `UnsupportedModelError` for weights that cannot be encoded, and what reading raises.
-        """
-        names = [f"{path}.weight" for product in self._products.values() for path in product.paths]
-        self._skeleton.checkpoint.fetch(self._skeleton.source_names(names))
-        for path, product in self._products.items():
-            if self._is_stopped:
-                return
-            weight = np.concatenate([self._read_weight(each) for each in product.paths])
-            try:
-                self._matrices[path] = encode_matrix(self._ring, self._layouts[path], weight)
-            except ValueError as error:
-                raise UnsupportedModelError(f"{path}: {error}") from error
+    def _encode(self, path: str, weight_OI: npt.NDArray[np.float64]) -> None:
+        self._matrices[path] = encode_matrix(self.ring, self._layouts[path], weight_OI)
 
-    def stop(self) -> None:
-        """Have `encode` end early; the blocks are of no use then."""
-        self._is_stopped = True
-
-    def _read_weight(self, path: str) -> npt.NDArray[np.float64]:
-        weight: npt.NDArray[np.float64] = (
-            self._skeleton.read_weight(f"{path}.weight").double().numpy()
-        )
-        layer = self._skeleton.model.get_submodule(path)
-        return weight.T if isinstance(layer, Conv1D) else weight
-
-    def find_layout(self, path: str) -> ProductLayout:
-        """Raises `ProtocolError("bad_product")` for a layer that these blocks do not have."""
-        layout = self._layouts.get(path)
-        if layout is None:
-            raise ProtocolError("bad_product", f"no product of blocks {self.span} has that name")
-        return layout
+    def chunks(self, path: str) -> int:
+        return len(self._layouts[path].chunks)
 
     def scale(self, path: str) -> float:
-        """What a slot of 1 is in the coefficients of the product."""
         return self._matrices[path].scale
 
     def multiply(
         self, path: str, chunks: Sequence[Residues], keys: Mapping[int, Residues]
-    ) -> list[Residues]:
-        """See `encrypted_product.multiply`. Blocks the thread."""
-        return multiply(self._ring, self._matrices[path], chunks, keys)
+    ) -> bytes:
+        products = multiply(self.ring, self._matrices[path], chunks, keys)
+        return pack_residues(self.ring, np.stack(products))
+
+
+class IntegerBlocks(PrivateBlocks):
+    """Products with masked vectors, and with encrypted masks."""
+
+    scheme = "masks"
+
+    def __init__(self, ring: Ring, checkpoint: Checkpoint, span: Span) -> None:
+        """Plan the products; nothing is read yet."""
+        super().__init__(ring, checkpoint, span)
+        self._layouts = {
+            path: plan_mask_layout(sum(each.outputs), each.inputs, ring.degree)
+            for path, each in self._products.items()
+        }
+        self._weights: dict[str, tuple[nn.Linear, Residues]] = {}
+        """Integers [O, I], and their values (`encode_integers`)."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes(self.ring.degree) for each in self._layouts.values())
+
+    def _encode(self, path: str, weight_OI: npt.NDArray[np.float64]) -> None:
+        integers_OI, _ = quantize_rows(weight_OI)
+        encoded = encode_integers(self.ring, self._layouts[path], integers_OI)
+        self._weights[path] = make_integer_linear(integers_OI), encoded
+
+    def chunks(self, path: str) -> int:
+        return self._layouts[path].chunks
+
+    def scale(self, path: str) -> float:
+        return 1.0
+
+    def multiply(
+        self, path: str, chunks: Sequence[Residues], keys: Mapping[int, Residues]
+    ) -> bytes:
+        layout, (_, encoded) = self._layouts[path], self._weights[path]
+        product = multiply_encrypted_mask(self.ring, layout, encoded, np.stack(chunks))
+        return pack_mask_product(self.ring, *product)
+
+    def multiply_masked(self, path: str, payload: bytearray) -> bytes:
+        """The packed products with packed masked vectors. Blocks the thread."""
+        inputs = self._layouts[path].inputs
+        masked_TI = unpack_masked(payload, (len(payload) // masked_bytes(inputs), inputs))
+        return pack_masked(multiply_masked(self._weights[path][0], masked_TI))
+
+
+SCHEMES: dict[str, type[PrivateBlocks]] = {
+    each.scheme: each for each in (EncodedBlocks, IntegerBlocks)
+}

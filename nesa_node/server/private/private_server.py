@@ -1,6 +1,7 @@
-"""Answers of a node to clients whose hidden states it does not see: products on encrypted vectors.
+"""Answers of a node to clients whose hidden states it does not see: products with its weights.
 
-A node keeps a client's keys of rotations while its stream is open, and nothing else.
+A node keeps a client's keys of rotations while its stream is open, and nothing else; masks need
+none.
 
 P primes, D digits, N degree.
 """
@@ -9,27 +10,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from nesa_node.core.errors import (
     BusyError,
     NesaError,
     ProtocolError,
-    StreamClosedError,
 )
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.logging import get_logger
+from nesa_node.engine.kernels.threads import lower_priority
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.privacy.ciphertext import FreshCiphertext, RotationKeys
-from nesa_node.privacy.packing import pack_residues, packed_bytes, unpack_residues
+from nesa_node.privacy.masked_product import masked_bytes
+from nesa_node.privacy.packing import packed_bytes, unpack_residues
 from nesa_node.privacy.ring import Residues, Ring
-from nesa_node.server.private.encoded_blocks import EncodedBlocks
-from nesa_node.server.session.message_loop import RefusalLog, receive_first_message, send_refusal
+from nesa_node.server.private.encoded_blocks import IntegerBlocks, PrivateBlocks
+from nesa_node.server.session.message_loop import RefusalLog, receive_first_message
 from nesa_node.server.session.peer_access import PeerAccess
 from nesa_node.swarm.node import Swarm
 from nesa_node.swarm.protocol.any_message import AnyMessage
@@ -37,6 +38,8 @@ from nesa_node.swarm.protocol.private_messages import (
     MAX_VECTORS,
     EncryptedInput,
     EncryptedOutput,
+    MaskedInput,
+    MaskedOutput,
     PrivateOpen,
     PrivateOpened,
     RotationKey,
@@ -45,6 +48,8 @@ from nesa_node.swarm.protocol.stream import Stream
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
+
 MAX_STREAMS, MAX_STREAMS_PER_PEER = 16, 4
 """At once; each has up to 40 MB of keys."""
 KEY_TIMEOUT_S = 60.0
@@ -52,6 +57,8 @@ KEY_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 600.0
 """Between products; a client that waited longer opens the stream again."""
 RETRY_ENCODING_S = 60.0
+MASKED_AT_ONCE = 8
+"""Masked vectors, after which another stream has its turn."""
 _BUSY_RETRY_S = 5.0
 
 
@@ -63,6 +70,7 @@ class PrivateServer:
         swarm: Swarm,
         model_id: ModelId,
         checkpoint: Checkpoint,
+        blocks_type: type[PrivateBlocks],
         ring: Ring,
         find_span: Callable[[], Span | None],
         *,
@@ -72,32 +80,33 @@ class PrivateServer:
         refusals: RefusalLog | None = None,
     ) -> None:
         self._checkpoint = checkpoint
+        self._blocks_type = blocks_type
         self._ring = ring
         self._find_span = find_span
         self._max_bytes = max_bytes
         self._access = PeerAccess(swarm, model_id, allow, deny)
         self._refusals = refusals or RefusalLog()
-        self._blocks: EncodedBlocks | None = None
+        self._blocks: PrivateBlocks | None = None
         self._failure: str | None = None
         """Why this daemon serves no private sessions."""
         self._streams: Counter[PeerId] = Counter()
-        self._turn = asyncio.Lock()
+        # Sessions that are served beside these wait for no product.
+        self._worker = ThreadPoolExecutor(1, "nesa-private", initializer=lower_priority)
+
+    def schemes(self) -> tuple[str, ...]:
+        """What is announced: none where the weights could not be encoded."""
+        return (self._blocks_type.scheme,) if self._failure is None else ()
 
     async def handle(self, peer: PeerId, reader: Any, writer: Any) -> None:
         """Serve one stream; the caller closes it. A peer's mistake is answered, never raised."""
         stream = Stream(peer, reader, writer)
-        try:
+        async with self._refusals.answering(stream):
             message = await receive_first_message(stream)
             if not isinstance(message, PrivateOpen):
                 raise ProtocolError("unexpected", "a private stream begins with private_open")
             self._access.require(peer, message.membership, message.model)
             async with self._counted(peer):
                 await self._serve(stream, message)
-        except StreamClosedError:
-            log.debug("stream_ended", peer=peer)
-        except ProtocolError as error:
-            self._refusals.record(peer=peer, code=error.code, reason=str(error))
-            await send_refusal(stream, error)
 
     @asynccontextmanager
     async def _counted(self, peer: PeerId) -> AsyncIterator[None]:
@@ -113,25 +122,42 @@ class PrivateServer:
                 del self._streams[peer]
 
     async def _serve(self, stream: Stream, opened: PrivateOpen) -> None:
+        if opened.scheme != self._blocks_type.scheme:
+            raise ProtocolError("no_private", f"this node serves {self._blocks_type.scheme} alone")
         blocks = self._require_blocks(None)
         span, rotations = blocks.span, blocks.rotations
         del blocks  # their successors need the memory
         await stream.send(PrivateOpened(blocks=(span.start, span.end), rotations=tuple(rotations)))
-        most = (len(self._ring.primes) - 1) * packed_bytes(self._ring, len(self._ring.primes))
+        keys = await self._receive_keys(stream, opened, rotations)
+        most = MAX_VECTORS * packed_bytes(self._ring, len(self._ring.primes) - 1)
+        while True:
+            message, payload = await _receive(stream, IDLE_TIMEOUT_S, most)
+            match message, self._require_blocks(span):
+                case EncryptedInput(), blocks:
+                    await self._multiply(stream, blocks, keys, message, payload)
+                case MaskedInput(), IntegerBlocks() as blocks:
+                    await self._multiply_masked(stream, blocks, message, payload)
+                case _:
+                    raise ProtocolError("unexpected", "only inputs of products follow the keys")
+            del blocks
+
+    async def _receive_keys(
+        self, stream: Stream, opened: PrivateOpen, rotations: Sequence[int]
+    ) -> dict[int, Residues]:
         keys: dict[int, Residues] = {}
+        if not rotations:
+            return keys
+        if opened.seed is None:
+            raise ProtocolError("unexpected", "keys of rotations need a seed")
+        most = (len(self._ring.primes) - 1) * packed_bytes(self._ring, len(self._ring.primes))
         for steps in rotations:
             message, payload = await _receive(stream, KEY_TIMEOUT_S, most)
             if not isinstance(message, RotationKey) or message.steps != steps:
                 raise ProtocolError("unexpected", f"the key of rotation {steps} was to come")
-            keys |= await asyncio.to_thread(_expand, self._ring, opened.seed, steps, payload)
-        most = MAX_VECTORS * packed_bytes(self._ring, len(self._ring.primes) - 1)
-        while True:
-            message, payload = await _receive(stream, IDLE_TIMEOUT_S, most)
-            if not isinstance(message, EncryptedInput):
-                raise ProtocolError("unexpected", "only encrypted inputs follow the keys")
-            await self._multiply(stream, self._require_blocks(span), keys, message, payload)
+            keys |= await self._run(_expand, self._ring, opened.seed, steps, payload)
+        return keys
 
-    def _require_blocks(self, span: Span | None) -> EncodedBlocks:
+    def _require_blocks(self, span: Span | None) -> PrivateBlocks:
         """The encoded blocks, if they are `span`; None: any."""
         if self._blocks is None and self._failure is not None:
             raise ProtocolError("no_private", f"weights were not encoded: {self._failure}")
@@ -144,24 +170,23 @@ class PrivateServer:
     async def _multiply(
         self,
         stream: Stream,
-        blocks: EncodedBlocks,
+        blocks: PrivateBlocks,
         keys: dict[int, Residues],
         message: EncryptedInput,
         payload: bytearray,
     ) -> None:
+        blocks.require_product(message.path)
         ring, primes = self._ring, len(self._ring.primes) - 1
-        chunks = len(blocks.find_layout(message.path).chunks)
+        chunks = blocks.chunks(message.path)
         if len(message.seeds) % chunks:
             raise ProtocolError(
                 "bad_product", f"{message.path} takes {chunks} ciphertexts for each token"
             )
-        c0 = await asyncio.to_thread(unpack_residues, ring, payload, (len(message.seeds),), primes)
+        c0 = await self._run(unpack_residues, ring, payload, (len(message.seeds),), primes)
         for token in range(len(message.seeds) // chunks):
             taken = range(token * chunks, (token + 1) * chunks)
             fresh = [FreshCiphertext(c0[at], message.seeds[at]) for at in taken]
-            async with self._turn:
-                compute = partial(_multiply_packed, ring, blocks, message.path, fresh, keys)
-                packed = await asyncio.to_thread(compute)
+            packed = await self._run(_multiply_fresh, ring, blocks, message.path, fresh, keys)
             answer = EncryptedOutput(
                 request=message.request,
                 token=token,
@@ -170,8 +195,34 @@ class PrivateServer:
             )
             await stream.send(answer, packed)
 
+    async def _multiply_masked(
+        self, stream: Stream, blocks: IntegerBlocks, message: MaskedInput, payload: bytearray
+    ) -> None:
+        inputs = blocks.require_product(message.path).inputs
+        if len(payload) != (expected := masked_bytes(message.tokens * inputs)):
+            raise ProtocolError(
+                "bad_product", f"{message.path}: {expected} bytes expected, {len(payload)} came"
+            )
+        packed, size = b"", masked_bytes(MASKED_AT_ONCE * inputs)
+        for start in range(0, len(payload), size):
+            part = payload[start : start + size]
+            packed += await self._run(blocks.multiply_masked, message.path, part)
+        await stream.send(MaskedOutput(request=message.request, nbytes=len(packed)), packed)
+
+    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """One call after another: products take the whole of the thread."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._worker, partial(function, *arguments)
+        )
+
     async def run(self) -> None:
         """Encode the blocks that are served, again when they change."""
+        try:
+            await self._encode_served()
+        finally:
+            self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _encode_served(self) -> None:
         while True:
             span = self._find_span()
             if self._blocks is not None and self._blocks.span != span:
@@ -189,9 +240,8 @@ class PrivateServer:
 
     async def _encode(self, span: Span) -> None:
         log.info("encoding_weights", blocks=str(span))
-        blocks = await asyncio.to_thread(
-            EncodedBlocks, self._ring, self._checkpoint, span, self._max_bytes
-        )
+        blocks = await asyncio.to_thread(self._blocks_type, self._ring, self._checkpoint, span)
+        blocks.require_memory(self._max_bytes)
         try:
             await asyncio.to_thread(blocks.encode)
         except asyncio.CancelledError:
@@ -219,12 +269,11 @@ def _expand(ring: Ring, seed: bytes, steps: int, payload: bytearray) -> dict[int
     return RotationKeys(seed, {steps: halves}).expand(ring)
 
 
-def _multiply_packed(
+def _multiply_fresh(
     ring: Ring,
-    blocks: EncodedBlocks,
+    blocks: PrivateBlocks,
     path: str,
-    fresh: list[FreshCiphertext],
-    keys: dict[int, Residues],
+    fresh: Sequence[FreshCiphertext],
+    keys: Mapping[int, Residues],
 ) -> bytes:
-    products = blocks.multiply(path, [each.expand(ring) for each in fresh], keys)
-    return pack_residues(ring, np.stack(products))
+    return blocks.multiply(path, [each.expand(ring) for each in fresh], keys)

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -23,6 +20,7 @@ from typing import ParamSpec, TypeVar
 
 from nesa_node.engine.adapters.served_adapter import ServedAdapter
 from nesa_node.engine.cache.pages import PageTable
+from nesa_node.engine.kernels.threads import lower_priority
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk, StepBuffers
 from nesa_node.swarm.p2p.tasks import wait_until_done
 from nesa_node.swarm.protocol.messages import Step
@@ -296,8 +294,6 @@ class MicrobatchTuner:
 T = TypeVar("T")
 
 LOAD_WINDOW_S = 30.0
-BACKGROUND_NICENESS = 15
-"""Of threads that train: beside one that decodes they get a thirtieth of a core's time."""
 
 
 class Executor:
@@ -376,16 +372,10 @@ async def open_executor(*, is_background: bool = False) -> AsyncIterator[Executo
     pool = ThreadPoolExecutor(
         1,
         thread_name_prefix="nesa-background" if is_background else "nesa-device",
-        initializer=_lower_priority if is_background else None,
+        initializer=lower_priority if is_background else None,
     )
     try:
         yield Executor(pool)
     finally:
         ending = asyncio.to_thread(pool.shutdown, cancel_futures=True)
         await wait_until_done(asyncio.ensure_future(ending))
-
-
-def _lower_priority() -> None:
-    """Of this thread, for Linux's scheduler."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)

@@ -10,7 +10,8 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from nesa_node.core import tracing
 from nesa_node.core.errors import BusyError, FrameError, ProtocolError, StreamClosedError
@@ -276,13 +277,15 @@ MAX_LOGGED_REFUSALS = 20
 
 REFUSAL_CODES = (
     "adapter_too_large", "author_full", "bad_frame", "bad_link", "bad_opening", "bad_position",
-    "bad_prefix", "bad_product", "bad_residues", "bad_rows", "bad_seal", "bad_spec", "bad_tensor",
-    "busy", "cache_full", "context_length", "downstream_lost", "draining", "future_epoch",
-    "idle_timeout", "no_attestation", "no_private", "not_a_member", "not_allowed", "not_checkable",
-    "not_computed", "not_donor", "not_finite", "not_kept", "not_linked", "not_listed", "not_opened",
-    "not_trained", "not_upstream", "plan_mismatch", "session_exists", "stale_epoch", "stale_step",
-    "step_conflict", "too_large", "transfer_timeout", "unexpected", "unknown_adapter",
-    "unknown_quality", "unknown_session", "version_mismatch", "wrong_adapter", "wrong_blocks",
+    "bad_prefix", "bad_product", "bad_residues", "bad_rows", "bad_seal", "bad_shard",
+    "bad_spec", "bad_tensor", "busy", "cache_full", "context_length", "downstream_lost",
+    "draining", "future_epoch", "idle_timeout", "no_attestation", "no_private", "no_room",
+    "not_a_member", "not_allowed", "not_checkable", "not_computed", "not_donor", "not_finite",
+    "not_kept", "not_linked", "not_listed", "not_opened", "not_star", "not_trained",
+    "not_upstream", "plan_mismatch", "session_exists", "shard_exists", "stale_epoch",
+    "stale_step", "step_conflict", "too_large", "too_many", "transfer_timeout", "unexpected",
+    "unknown_adapter", "unknown_quality", "unknown_sequence", "unknown_session",
+    "unknown_shard", "values_missing", "version_mismatch", "wrong_adapter", "wrong_blocks",
     "wrong_model",
 )  # fmt: skip
 """All codes of refusals, for metrics."""
@@ -312,6 +315,22 @@ class RefusalLog:
         self._count += 1
         if self._count <= MAX_LOGGED_REFUSALS:
             log.info("stream_refused", peer=peer, code=code, reason=reason)
+
+    @asynccontextmanager
+    async def answering(
+        self, stream: Stream, free_tokens: Callable[[], int] = lambda: 0
+    ) -> AsyncIterator[None]:
+        """Answer a peer's mistake and record it; neither it nor the stream's end is raised.
+
+        `free_tokens` is told to peers that are refused because the node is busy.
+        """
+        try:
+            yield
+        except StreamClosedError:
+            log.debug("stream_ended", peer=stream.peer)
+        except ProtocolError as error:
+            self.record(peer=stream.peer, code=error.code, reason=str(error))
+            await send_refusal(stream, error, free_tokens=free_tokens())
 
 
 class NodeTrace:

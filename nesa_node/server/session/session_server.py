@@ -16,7 +16,6 @@ from nesa_node.compression.tensors import DTYPES
 from nesa_node.core.errors import (
     ConfigError,
     ProtocolError,
-    StreamClosedError,
     VersionMismatchError,
 )
 from nesa_node.core.ids import ModelId, PeerId, SessionId, Span
@@ -31,7 +30,6 @@ from nesa_node.server.session.message_loop import (
     NodeTrace,
     RefusalLog,
     receive_first_message,
-    send_refusal,
     serve_session,
 )
 from nesa_node.server.session.neighbours import NeighbourLookup, dial_downstream, dial_successor
@@ -92,9 +90,14 @@ class SessionServer:
         step_timeout_s: float = 30.0,
         idle_timeout_s: float = 600.0,
         refusals: RefusalLog | None = None,
+        is_star_only: bool = False,
     ) -> None:
+        """`is_star_only`: nodes of a session are not to know each other."""
         self._swarm = swarm
         self._model_id = model_id
+        self.names = {model_id}
+        """By which clients may ask for the blocks."""
+        self._is_star_only = is_star_only
         self._blocks = blocks
         self._scheduler = scheduler
         self._admission = admission
@@ -121,15 +124,19 @@ class SessionServer:
 
         A peer's mistake is answered, never raised.
         """
-        stream = Stream(peer, reader, writer)
+        await self.serve(Stream(peer, reader, writer))
+
+    async def serve(self, stream: Stream, first: AnyMessage | None = None) -> None:
+        """Serve a stream as `handle` does, whose `first` message was read before, or was not."""
+        peer = stream.peer
         task = asyncio.current_task()
         assert task is not None
         self._handler_tasks.add(task)
         task.add_done_callback(self._handler_tasks.discard)
-        try:
+        async with self._refusals.answering(stream, lambda: self._admission.free_tokens):
             # Read the message before refusing it: an answer sent while a peer still writes can be
             # lost with the stream. The transport bounds how many streams may wait here.
-            message = await receive_first_message(stream)
+            message = first or await receive_first_message(stream)
             await self._budget.wait_until_paid(stream, message)
             if isinstance(message, Open | PushOpen | TransferOpen | TrainOpen):
                 # Bound for the rest of this task, which belongs to the stream.
@@ -137,11 +144,6 @@ class SessionServer:
             self._admission.check_peer(peer)
             with self._admission.admit_stream(peer):
                 await self._dispatch(stream, message)
-        except StreamClosedError:
-            log.debug("stream_ended", peer=peer)
-        except ProtocolError as error:
-            self._refusals.record(peer=peer, code=error.code, reason=str(error))
-            await send_refusal(stream, error, free_tokens=self._admission.free_tokens)
 
     async def drain(self, timeout_s: float, *, idle_s: float | None = None) -> None:
         """Tell every client to move off; after `timeout_s` seconds the remaining sessions are cut
@@ -318,7 +320,7 @@ class SessionServer:
             self._swarm.identity.peer_id,
         ):
             raise ProtocolError("not_a_member", "the swarm keys of this node and its client differ")
-        if opened.model != self._model_id:
+        if opened.model not in self.names:
             raise ProtocolError(
                 "wrong_model", f"this node serves {self._model_id}, not {opened.model}"
             )
@@ -338,6 +340,8 @@ class SessionServer:
             raise ProtocolError(
                 "context_length", f"{opened.max_tokens} tokens; the model holds {limit}"
             )
+        if self._is_star_only and opened.mode != "star":
+            raise ProtocolError("not_star", "the nodes of a deployment do not know each other")
         if opened.mode == "star" and opened.donor is not None:
             raise ProtocolError("not_donor", "a star's nodes hand nothing over")
         check_prefix(opened.prefix, opened.rows)

@@ -1,0 +1,1 @@
+"""Private deployments, as a model's owner uses them: members hold shards, and no DHT knows."""

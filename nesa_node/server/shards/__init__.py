@@ -1,0 +1,1 @@
+"""Shards of private deployments, held for the owners of models."""
