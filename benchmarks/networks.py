@@ -108,7 +108,7 @@ def measure(model: Any, options: Options) -> dict[str, Any]:
         folder = Path(temporary)
         model.save_pretrained(folder / "model")
         plan = folder / "plan.json"
-        plan.write_bytes(uneven_plan(folder / "model"))
+        plan.write_bytes(uneven_plan(folder / "model", is_tiny=options.model == "tiny"))
         spans = [Span(index, index + 1) for index in range(len(SPEEDS))]
         flags = ["--plan", str(plan), "--threads", "1", "--log-level", "warning"]
         with (
@@ -142,8 +142,11 @@ def measure(model: Any, options: Options) -> dict[str, Any]:
     }
 
 
-def uneven_plan(folder: Path) -> bytes:
-    """Pieces of the network's own order for machines of `SPEEDS`."""
+def uneven_plan(folder: Path, *, is_tiny: bool) -> bytes:
+    """Pieces of the network's own order for machines of `SPEEDS`.
+
+    A tiny network is cut as if links cost nothing: the fastest machine would get all of it.
+    """
     checkpoint = open_checkpoint(str(folder), cache_dir=folder, read=read_network_config)
     sizes = RequestSizes()
     captured = Network(checkpoint, torch.float32, sizes).captured
@@ -152,6 +155,7 @@ def uneven_plan(folder: Path) -> bytes:
             MACHINE,
             flop_per_s=speed * MACHINE.flop_per_s,
             moved_bytes_per_s=speed * MACHINE.moved_bytes_per_s,
+            link_bytes_per_s=1e15 if is_tiny else MACHINE.link_bytes_per_s,
         )
         for speed in SPEEDS
     ]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.options import Options
-from benchmarks.results import print_table
+from benchmarks.results import format_cell, print_table
 from benchmarks.swarms import torch_threads
 from nesa_node.privacy.ciphertext import RotationKeys
 from nesa_node.privacy.encrypted_product import (
@@ -88,12 +88,12 @@ def measure(ring: Ring, shape: Shape, options: Options) -> dict[str, Any]:
         encode_matrix(ring, layout, weight) for layout, weight in zip(layouts, weights, strict=True)
     ]
     encode_s = time.perf_counter() - started
-    runs = [
-        _run_once(
-            ring, key, keys, matrices, weights, [_input(rng, each.shape[1]) for each in weights]
-        )
-        for _ in range(options.runs + 1)
-    ][1:]  # the first one touches all memory once
+    drawn = [
+        [sample_input(rng, each.shape[1]) for each in weights] for _ in range(options.runs + 1)
+    ]
+    runs = [_run_once(ring, key, keys, matrices, weights, inputs) for inputs in drawn][
+        1:
+    ]  # the first one touches all memory once
     primes = ring.parameters.prime_bits
     chunks = sum(len(each.chunks) for each in layouts)
     blocks = sum(len(each.blocks) for each in layouts)
@@ -105,7 +105,7 @@ def measure(ring: Ring, shape: Shape, options: Options) -> dict[str, Any]:
         "client_s": median(each["client_s"] for each in runs),
         "error": max(each["error"] for each in runs),
         "encode_s": encode_s,
-        "weight_bytes": sum(each.nbytes for each in matrices) / shape.weights,
+        "weight_bytes": sum(each.nbytes(len(primes)) for each in layouts) / shape.weights,
         "key_bytes": len(keys) * (len(primes) - 1) * ring.degree * sum(primes) // 8,
         "sent_bytes": sent,
         "received_bytes": received,
@@ -114,7 +114,7 @@ def measure(ring: Ring, shape: Shape, options: Options) -> dict[str, Any]:
     }
 
 
-def _input(rng: np.random.Generator, count: int) -> Matrix:
+def sample_input(rng: np.random.Generator, count: int) -> Matrix:
     x = rng.normal(size=count)
     x[count // 3] = 200.0
     return x
@@ -158,7 +158,7 @@ def _measure_tenseal(shape: Shape, options: Options) -> list[dict[str, Any]]:
         return []
     (outputs, inputs), *_ = shape.products
     rng = np.random.default_rng(options.seed)
-    weight, x = rng.normal(0, 0.02, (outputs, inputs)), _input(rng, inputs)
+    weight, x = rng.normal(0, 0.02, (outputs, inputs)), sample_input(rng, inputs)
     context = tenseal.context(
         tenseal.SCHEME_TYPE.CKKS, 8192, coeff_mod_bit_sizes=[60, 40, 40, 60], n_threads=1
     )
@@ -192,9 +192,6 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    def cell(row: dict[str, Any], name: str, form: str, scale: float = 1.0) -> str:
-        return form.format(row[name] * scale) if name in row else ""
-
     print_table(
         "Products with encrypted vectors",
         "what|node\nms|client\nms|error of\nlargest|bytes per\nweight|encoding\ns|sent\nKB|"
@@ -202,14 +199,14 @@ def show(rows: list[dict[str, Any]]) -> None:
         [
             [
                 row["what"],
-                cell(row, "node_s", "{:.3f}", 1e3),
-                cell(row, "client_s", "{:.1f}", 1e3),
-                cell(row, "error", "{:.1e}"),
-                cell(row, "weight_bytes", "{:.1f}"),
-                cell(row, "encode_s", "{:.1f}"),
-                cell(row, "sent_bytes", "{:.0f}", 1e-3),
-                cell(row, "received_bytes", "{:.0f}", 1e-3),
-                cell(row, "token_bytes", "{:.1f}", 1e-6),
+                format_cell(row, "node_s", "{:.3f}", 1e3),
+                format_cell(row, "client_s", "{:.1f}", 1e3),
+                format_cell(row, "error", "{:.1e}"),
+                format_cell(row, "weight_bytes", "{:.1f}"),
+                format_cell(row, "encode_s", "{:.1f}"),
+                format_cell(row, "sent_bytes", "{:.0f}", 1e-3),
+                format_cell(row, "received_bytes", "{:.0f}", 1e-3),
+                format_cell(row, "token_bytes", "{:.1f}", 1e-6),
             ]
             for row in rows
         ],

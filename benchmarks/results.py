@@ -103,3 +103,8 @@ def print_table(title: str, headings: str, cells: Sequence[Sequence[str]]) -> No
     for row in cells:
         table.add_row(*row)
     console.print(table)
+
+
+def format_cell(row: dict[str, Any], name: str, form: str, scale: float = 1.0) -> str:
+    """A figure of a row, multiplied by `scale`; nothing where the row has none."""
+    return form.format(row[name] * scale) if name in row else ""

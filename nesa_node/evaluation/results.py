@@ -258,7 +258,7 @@ def write_rows(rows: Sequence[CellResult], path: Path, *, options: Mapping[str, 
     about = {
         "benchmark": "eval",
         "measured_at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-        "machine": _describe_machine(),
+        "machine": describe_machine(),
         "options": dict(options),
     }
     lines = [json.dumps(about | describe_row(row, compare_rows(row, rows[0]))) for row in rows]
@@ -350,7 +350,7 @@ def _processor_name() -> str:
     return named[1] if named else platform.machine()
 
 
-def _describe_machine() -> dict[str, object]:
+def describe_machine() -> dict[str, object]:
     return {
         "processor": _processor_name(),
         "cores": psutil.cpu_count(),
