@@ -23,6 +23,7 @@ from nesa_node.core.ids import Span
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.server.node.daemon import serve_node
 from nesa_node.server.node.move_limiter import MoveLimiter
+from nesa_node.server.shards.member import serve_shards
 from nesa_node.swarm.p2p.p2pd import remove_stale_directories
 
 READY_S = 120.0
@@ -47,8 +48,24 @@ class NodeThread:
         stopping = asyncio.Event()
         self._stopping.append(stopping)
         self._running.append(
-            asyncio.run_coroutine_threadsafe(serve_node(config, stopping, moves), self._loop)
+            asyncio.run_coroutine_threadsafe(
+                serve_node(config, stopping, moves)
+                if config.shards_gib is None
+                else serve_shards(config, stopping),
+                self._loop,
+            )
         )
+
+    def start_and_wait(self, config: NodeConfig) -> tuple[str, ...]:
+        """Start a node; returns its addresses once it serves."""
+        self.start(config)
+        assert config.ready_file is not None
+        deadline = time.monotonic() + READY_S
+        while not config.ready_file.exists():
+            self.check()
+            assert time.monotonic() < deadline, f"{config.ready_file.stem}: the node does not serve"
+            time.sleep(0.02)
+        return tuple(json.loads(config.ready_file.read_text())["addresses"])
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, in the nodes' thread."""
@@ -86,7 +103,6 @@ def in_process_swarm(
     with NodeThread() as thread:
         addresses: tuple[str, ...] = ()
         for number, span in enumerate(spans):
-            ready = folder / f"ready-{number}.json"
             config = NodeConfig.model_validate(
                 {
                     "model": str(model),
@@ -94,7 +110,7 @@ def in_process_swarm(
                     "initial_peers": addresses,
                     "host_maddrs": (LOOPBACK,),
                     "identity_path": folder / f"node-{number}.key",
-                    "ready_file": ready,
+                    "ready_file": folder / f"ready-{number}.json",
                     "torch_dtype": "float32",
                     "device": "cpu",
                     "attn_cache_tokens": 32_768,
@@ -102,13 +118,8 @@ def in_process_swarm(
                 }
                 | options
             )
-            thread.start(config)
-            deadline = time.monotonic() + READY_S
-            while not ready.exists():
-                thread.check()
-                assert time.monotonic() < deadline, f"node {number} does not serve"
-                time.sleep(0.02)
-            addresses = addresses or tuple(json.loads(ready.read_text())["addresses"])
+            found = thread.start_and_wait(config)
+            addresses = addresses or found
         yield addresses
 
 

@@ -110,6 +110,8 @@ def test_typo_in_the_environment_is_an_error(
         (["run", "m", "--quant-type", "int4"], "--quant-type"),
         (["run", "m", "surplus"], "surplus"),
         (["generate"], "MODEL is required"),
+        (["generate", "m", "p", "--private-blocks", "1:3"], "private_blocks are those of private"),
+        (["generate", "m", "p", "--client-blocks", "2"], 'two numbers of blocks like "2,2"'),
         (["generate", "m", "hello"], "--initial-peers is required"),
         (["generate", "m", " ", "--initial-peers", PEER], "prompt is empty"),
         (["generate", "m", "p", "--temperature", "-1"], "--temperature must lie in (0, 100]"),

@@ -14,8 +14,9 @@ import pytest
 
 from nesa_node.cli.client_model import short_peer_id
 from nesa_node.cli.commands.demo import split_demo_blocks
-from nesa_node.cli.commands.doctor import REQUIRED_PACKAGES
-from nesa_node.cli.commands.doctor_checks import (
+from nesa_node.cli.commands.status import REQUIRED_PACKAGES
+from nesa_node.cli.flags import SamplingFlags
+from nesa_node.cli.services.doctor_checks import (
     Finding,
     check_clock_skew,
     check_memory_and_disk,
@@ -24,7 +25,6 @@ from nesa_node.cli.commands.doctor_checks import (
     check_versions,
     worst_level,
 )
-from nesa_node.cli.flags import SamplingFlags
 from nesa_node.cli.services.local_swarm import LocalNode, NodeWatcher
 from nesa_node.cli.swarm_reader import SwarmReading
 from nesa_node.cli.views.decisions import print_decisions

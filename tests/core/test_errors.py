@@ -71,10 +71,11 @@ def bare(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=55,
+        timeout=170,
     )
 
 
+@pytest.mark.timeout(180)
 def test_a_client_alone_generates(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """Also where it asks for a codec that it cannot write: it is then sent plainly."""
     folder = tiny("llama")

@@ -33,6 +33,33 @@ def test_text_names_blocks_nodes_and_the_limit() -> None:
     assert WaitStatus(what="weights", since=1000).text(1002) == "waiting for weights: 2 s so far"
 
 
+def test_text_tells_how_far_a_wait_is() -> None:
+    clock = Clock()
+    with WaitTracker(clock=clock).activate(), track_wait("a step") as wait:
+        before = wait.status().key
+        wait.progress = "block 2 of 30"
+        assert wait.status().text(1004) == "waiting for a step: block 2 of 30, 4 s so far"
+        assert wait.status().key == before
+
+
+def test_time_is_that_of_the_innermost_wait() -> None:
+    clock = Clock()
+    waits = WaitTracker(clock=clock)
+    with waits.activate():
+        clock.now += 5
+        with track_wait("a chain") as chain:
+            clock.now += 1
+            for _ in range(2):
+                with track_wait("a step"):
+                    clock.now += 10
+            clock.now += 2
+            chain.update("room")
+            clock.now += 30
+        clock.now += 100
+    assert waits.seconds == {"a chain": 3, "a step": 20, "room": 30}
+    assert waits.age_s == 158
+
+
 def test_text_of_many_nodes_stays_short() -> None:
     peers = tuple(PeerId(f"peer-{number:06}") for number in range(50))
     text = WaitStatus(what="an answer", since=0, peers=peers).text(3)

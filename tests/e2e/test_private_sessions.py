@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from threading import Timer
+from threading import Event, Thread, Timer
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from nesa_node.client.model import auto
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.loop_thread import Interrupt
-from nesa_node.client.private import private_connection
+from nesa_node.client.private import private_nodes
 from nesa_node.client.private.private_link import SessionKeys, open_private_link
+from nesa_node.client.private.remote_linear import TOKENS_AT_ONCE
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.client.session.connection import join_as_client
+from nesa_node.client.verification.audit_history import AuditHistory
 from nesa_node.core.errors import (
     BusyError,
     ConfigError,
@@ -30,17 +37,22 @@ from nesa_node.core.errors import (
     UnsupportedFeatureError,
 )
 from nesa_node.core.ids import ModelId, PeerId, Span
+from nesa_node.core.wait_tracking import WaitTracker
 from nesa_node.engine.weights.checkpoint import compute_model_id
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.privacy.layout import plan_layout
 from nesa_node.privacy.native_ring import make_ring
 from nesa_node.privacy.parameters import RingParameters
+from nesa_node.privacy.ring import Ring
+from nesa_node.server.private.encoded_blocks import EncodedBlocks
 from nesa_node.server.private.private_server import PrivateServer
 from nesa_node.swarm.protocol.private_messages import EncryptedInput, RotationKey
+from tests.cli.tiny import BLOCKS as TINY_BLOCKS
+from tests.cli.tiny import write_tiny_model
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.same_tokens import assert_same_tokens
-from tests.swarms import daemons, in_process_swarm
+from tests.swarms import Daemons, daemons, in_process_swarm
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 HALVES = [Span(0, 3), Span(3, BLOCKS)]
@@ -88,12 +100,12 @@ def test_tokens_and_logits_are_those_of_transformers(
     llama: Path, addresses: tuple[str, ...]
 ) -> None:
     """Of several rows, with beams, and in a session that is rolled back."""
-    prompt = random_ids(2, 9)
+    prompt = random_ids(2, TOKENS_AT_ONCE // 2 + 4)
     with private_model(llama, addresses) as model:
         for options in (OPTIONS, OPTIONS | {"num_beams": 2, "max_new_tokens": 4}):
             tokens = model.generate(prompt, **options)
             assert_same_tokens(reference(llama), tokens, prompt, **options)
-        with model.inference_session(max_length=40, batch_size=2) as session:
+        with model.inference_session(max_length=60, batch_size=2) as session:
             assert [hop.span for hop in session.hops] == HALVES
             logits = session.step(prompt)
             expected = reference(llama)(prompt).logits
@@ -101,6 +113,34 @@ def test_tokens_and_logits_are_those_of_transformers(
             session.rollback([4, 4])
             again = session.step(prompt[:, 4:])
             assert (again - expected[:, 4:]).abs().max() <= 1e-3 * expected.abs().max()
+
+
+def test_a_step_tells_how_far_it_is(llama: Path, addresses: tuple[str, ...]) -> None:
+    waits, told = WaitTracker(), []
+    over = Event()
+
+    def look() -> None:
+        while not over.wait(0.02):
+            if (wait := waits.slow_wait(after_s=0.5)) is not None:
+                told.append(wait.progress)
+
+    looking = Thread(target=look)
+    with (
+        private_model(llama, addresses) as model,
+        waits.activate(),
+        model.inference_session(max_length=40) as session,
+    ):
+        looking.start()
+        session.step(random_ids(1, 40))
+        over.set()
+        looking.join()
+    seen = [re.fullmatch(r"block (\d) of 6, (\S+) MiB, about \d+ s left", each) for each in told]
+    blocks, mib = zip(*(each.groups() for each in seen if each is not None), strict=True)
+    assert sorted(blocks) == list(blocks)
+    assert {"2", "4", "6"} <= {*blocks}
+    assert sorted(map(float, mib)) == list(map(float, mib))
+    # 40 tokens' ciphertexts of four products a block: 40 KB in and 53 KB out at least.
+    assert float(mib[-1]) > 40 * 6 * 4 * 93e3 / 2**20 * 0.8
 
 
 def test_another_node_takes_the_place_of_one_that_dies(llama: Path, tmp_path: Path) -> None:
@@ -127,6 +167,33 @@ def test_another_node_takes_the_place_of_one_that_dies(llama: Path, tmp_path: Pa
         assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_nodes_that_are_killed_at_any_moment_change_no_token(llama: Path, tmp_path: Path) -> None:
+    """Ten times, at a moment that a generator with this seed chooses."""
+    rng, prompt = random.Random(26), random_ids(1, 6)
+    with daemons(llama, tmp_path, "--private", "ckks") as swarm:
+        swarm.start_all([HALVES[0], HALVES[1], HALVES[1]])
+        with private_model(llama, swarm.addresses) as model:
+            started = time.monotonic()
+            model.generate(prompt, **OPTIONS)
+            usual_s = time.monotonic() - started
+            for _ in range(10):
+                with model.inference_session(max_length=40) as session:
+                    used = {hop.peer_id for hop in session.hops}
+                    victim = next(
+                        node
+                        for node in swarm.nodes
+                        if node.peer_id in used and node.span == HALVES[1]
+                    )
+                    killing = Timer(rng.uniform(0, usual_s), swarm.kill, [victim])
+                    killing.start()
+                    tokens = model.generate(prompt, session=session, **OPTIONS)
+                    killing.join()
+                assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
+                swarm.start_all([HALVES[1]])
+
+
 def test_a_swarm_without_private_nodes_is_told_so(llama: Path, tmp_path: Path) -> None:
     with (
         in_process_swarm(llama, [Span(0, BLOCKS)], tmp_path) as joining,
@@ -134,6 +201,26 @@ def test_a_swarm_without_private_nodes_is_told_so(llama: Path, tmp_path: Path) -
         pytest.raises(MissingBlocksError, match="nesa-node run --private ckks"),
     ):
         model.generate(random_ids(1, 4), **OPTIONS)
+
+
+def test_only_nodes_that_announce_private_sessions_are_asked(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain node with all blocks, which would be asked first, is not."""
+    asked: list[PeerId] = []
+    open_link = open_private_link
+
+    def note(swarm: Any, model_id: Any, peer: PeerId, *arguments: Any) -> Any:
+        asked.append(peer)
+        return open_link(swarm, model_id, peer, *arguments)
+
+    monkeypatch.setattr(private_nodes, "open_private_link", note)
+    with daemons(llama, tmp_path) as swarm:
+        swarm.start(Span(0, BLOCKS))
+        private = swarm.start_all(HALVES, "--private", "ckks")
+        with private_model(llama, swarm.addresses) as model:
+            model.generate(random_ids(1, 4), **OPTIONS)
+    assert set(asked) == {node.peer_id for node in private}
 
 
 def test_what_private_sessions_cannot_do_is_refused(
@@ -179,7 +266,13 @@ class Wire:
             async with join_as_client(options) as swarm:
                 peer = PeerId(self._addresses[0].rpartition("/")[2])
                 async with open_private_link(
-                    swarm, model_id or self.model_id, peer, self._addresses, self.keys, block
+                    swarm,
+                    model_id or self.model_id,
+                    peer,
+                    self._addresses,
+                    "ckks",
+                    self.keys,
+                    block,
                 ) as link:
                     await send(link)
 
@@ -294,7 +387,7 @@ def test_an_interrupted_session_opens_no_stream_again(
         opened += 1
         return open_link(*arguments)
 
-    monkeypatch.setattr(private_connection, "open_private_link", count)
+    monkeypatch.setattr(private_nodes, "open_private_link", count)
     interrupt = Interrupt()
     with private_model(llama, addresses) as model:
         Timer(1.0, interrupt.set).start()
@@ -308,21 +401,58 @@ def test_an_interrupted_session_opens_no_stream_again(
         assert before == opened == len(HALVES)
 
 
-def test_a_lying_answer_ends_the_session(
+def test_an_answer_that_is_no_product_is_an_error_without_another_node(
     llama: Path, addresses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Residues that no node can have made; it is no reason to ask another one the same."""
+    """Residues that no node can have made."""
     monkeypatch.setattr(
-        "nesa_node.server.private.private_server.pack_residues",
+        "nesa_node.server.private.encoded_blocks.pack_residues",
         lambda ring, residues: (
             b"\xff" * (residues.size // ring.degree // 2 * ring.degree // 8 * 52)
         ),
     )
     with (
-        private_model(llama, addresses) as model,
-        pytest.raises(ProtocolError, match="not below its prime"),
+        private_model(llama, addresses, recovery_timeout_s=1) as model,
+        pytest.raises(MissingBlocksError, match="not below its prime"),
     ):
         model.generate(random_ids(1, 4), **OPTIONS)
+
+
+def test_a_node_with_wrong_products_is_left_for_good(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a hundredth. It claims all blocks, so that it is asked first."""
+    find_scale = EncodedBlocks.scale
+
+    def lie(blocks: EncodedBlocks, path: str) -> float:
+        factor = 1.01 if len(blocks.span) == BLOCKS and "down_proj" in path else 1.0
+        return find_scale(blocks, path) * factor
+
+    monkeypatch.setattr(EncodedBlocks, "scale", lie)
+    audits_path = tmp_path / "audits.db"
+    monkeypatch.setattr(auto, "default_audits_path", lambda: audits_path)
+    keys: list[SessionKeys] = []
+
+    def make_keys(ring: Ring) -> SessionKeys:
+        keys.append(SessionKeys(ring))
+        return keys[-1]
+
+    monkeypatch.setattr(private_nodes, "SessionKeys", make_keys)
+    prompt = random_ids(1, 5)
+    spans = [Span(0, BLOCKS), *HALVES]
+    with in_process_swarm(llama, spans, tmp_path, private="ckks") as joining:
+        for expected_keys in (2, 3):
+            with private_model(llama, joining) as model:
+                with model.inference_session(max_length=40) as session:
+                    before = [hop.span for hop in session.hops]
+                    tokens = model.generate(prompt, session=session, **OPTIONS)
+                    after = [hop.span for hop in session.hops]
+                assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
+            assert after == HALVES
+            assert len(keys) == expected_keys
+        assert before == HALVES  # of the second session
+    (reason,) = AuditHistory(audits_path).barred.values()
+    assert reason == "its product at model.layers.0.mlp.down_proj was wrong"
 
 
 def test_links_multiply_as_numpy_does(llama: Path, addresses: tuple[str, ...]) -> None:
@@ -338,3 +468,38 @@ def test_links_multiply_as_numpy_does(llama: Path, addresses: tuple[str, ...]) -
             assert np.abs(y - weight @ x).max() <= 1e-5 * np.abs(weight @ x).max()
 
     wire.exchange(send)
+
+
+def test_the_command_answers_as_without_encryption(tmp_path: Path) -> None:
+    """With all blocks on the node, and with some of them; the rest is the client's."""
+    folder = write_tiny_model(tmp_path / "tiny")
+    private = ("--private", "ckks")
+    with daemons(folder, tmp_path, *private) as swarm:
+        swarm.start_all([Span(0, TINY_BLOCKS)])
+        table = ask(folder, swarm, *private, "--stats").stderr.splitlines()
+        answers = {
+            flags: ask(folder, swarm, *flags).stdout
+            for flags in (
+                (),
+                ("--client-blocks", "1,2"),
+                private,
+                (*private, "--private-blocks", "1:3"),
+                (*private, "--client-blocks", "2,0"),
+            )
+        }
+        opened = re.findall(r"session_opened .*?blocks=(\S+)", swarm.log(swarm.nodes[0]))
+    assert len(set(answers.values())) == 1, answers
+    assert all(answers.values())
+    (header,) = (at for at, line in enumerate(table) if line.startswith("waited for "))
+    phases = [line.split("  ")[0] for line in table[header + 1 :]]
+    assert phases[-2:] == ["all else", "total"]
+    assert {"inputs to be encrypted", "nodes to multiply", "products to be decrypted"} < {*phases}
+    assert opened == [f"0:{TINY_BLOCKS}", f"1:{TINY_BLOCKS - 2}"]
+
+
+def ask(folder: Path, swarm: Daemons, *flags: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "nesa_node", "generate", str(folder), "hello again " * 20, *flags]
+    argv += ["--initial-peers", *swarm.addresses, "--max-new-tokens", "6", "--dtype", "float32"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    return done

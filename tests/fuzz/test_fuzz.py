@@ -67,7 +67,10 @@ async def test_fuzzer_tells_of_foreign_errors_and_of_none_of_ours() -> None:
 
 
 async def test_inputs_that_reach_new_code_are_changed_further() -> None:
-    """Four changes, each in its place, come together once in many millions of inputs."""
+    """Four changes, each in its place, come together once in many millions of inputs.
+
+    Guided, they take 11,000 inputs on average, and which they are differs from run to run.
+    """
 
     def read(data: bytes) -> None:
         if data[:1] != b"b":
@@ -79,7 +82,7 @@ async def test_inputs_that_reach_new_code_are_changed_further() -> None:
         if data[3:4] == b"b":
             raise KeyError("found")
 
-    result = await _fuzzed(read, 30_000, seeds=[b"seed"], tokens=[b"b", b"o", b"m"])
+    result = await _fuzzed(read, 200_000, seeds=[b"seed"], tokens=[b"b", b"o", b"m"])
     assert [finding.data[:4] for finding in result.findings] == [b"bomb"]
 
 

@@ -7,7 +7,8 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +17,8 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.core.errors import ProtocolError, StreamClosedError
 from nesa_node.core.ids import PeerId
-from nesa_node.swarm.node import Swarm
+from nesa_node.swarm.node import Swarm, open_swarm
+from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.protocol.any_message import AnyMessage, encode_message
 from nesa_node.swarm.protocol.messages import (
     PROTOCOL,
@@ -138,6 +140,33 @@ def describe(message: AnyMessage) -> str:
     if isinstance(message, ErrorMessage):
         return message.code
     return "busy" if isinstance(message, Busy) else type(message).__name__.lower()
+
+
+async def answer_of(wire: Wire) -> str:
+    """The next message, or "hung up" where the node waits for more and we do not."""
+    with suppress(TimeoutError):
+        message = await wire.receive(_PATIENCE_S)
+        return "closed" if message is None else describe(message)
+    wire.writer.write_eof()
+    try:
+        message = await wire.receive()
+    except TimeoutError:
+        return UNANSWERED
+    return HUNG_UP if message is None else describe(message)
+
+
+@asynccontextmanager
+async def attackers(
+    folder: Path, addresses: Sequence[str], count: int
+) -> AsyncIterator[list[Swarm]]:
+    """Identities of their own."""
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                open_swarm(Identity.ephemeral(folder), initial_peers=addresses, listen=False)
+            )
+            for _ in range(count)
+        ]
 
 
 class Attacker:

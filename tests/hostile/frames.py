@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,5 +174,19 @@ def impossible(rng: random.Random) -> bytes:
             frame(msgspec.msgpack.encode({"t": rng.randrange(100)})),
             frame(msgspec.msgpack.encode({"nonce": 1})),
             frame(b"\x81\xa1t\xa4\xff\xfe\xfd\xfc"),  # a name that is not UTF-8
+        ]
+    )
+
+
+def mutate(data: bytes, others: Sequence[bytes], rng: random.Random) -> bytes:
+    """Something else than `data`, or one of `others`."""
+    return rng.choice(
+        [
+            truncated(data, rng),
+            bit_flipped(data, rng),
+            spliced(data, rng.choice(others), rng),
+            rng.choice(others),
+            impossible(rng),
+            rng.randbytes(rng.randint(1, 600)),
         ]
     )

@@ -12,7 +12,7 @@ from nesa_node.privacy.native_ring import make_ring
 from nesa_node.privacy.parameters import RingParameters
 from nesa_node.privacy.ring import Ring
 from nesa_node.privacy.secret_key import SecretKey
-from tests.privacy.keys import expanded_keys
+from tests.privacy.keys import decrypted_products, expanded_keys
 
 PARAMETERS = RingParameters()
 SLOTS = PARAMETERS.slots
@@ -22,13 +22,9 @@ Vector = npt.NDArray[np.float64]
 
 
 def encrypted_product(ring: Ring, layout: ProductLayout, weight: Vector, x: Vector) -> Vector:
-    key = SecretKey(ring)
-    keys = expanded_keys(key, ring, [layout])
-    matrix = encode_matrix(ring, layout, weight)
     largest = np.abs(x).max() or 1.0
-    chunks = [key.encrypt(slots).expand(ring) for slots in layout.pack(x / largest)]
-    results = multiply(ring, matrix, chunks, keys)
-    return layout.unpack([key.decrypt(each, matrix.scale) for each in results]) * largest
+    product: Vector = decrypted_products(ring, layout, weight, x[None] / largest)[0] * largest
+    return product
 
 
 @pytest.mark.parametrize("kind", list(RINGS))

@@ -10,9 +10,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from nesa_node.client.model.auto import AutoDistributedModelForCausalLM, split_blocks
+from nesa_node.client.model.auto import (
+    AutoDistributedModelForCausalLM,
+    choose_client_blocks,
+    split_blocks,
+)
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.core.errors import ConfigError, ModelNotFoundError, UnsupportedFeatureError
+from nesa_node.core.settings.models import ClientConfig
+from nesa_node.core.settings.sources import load_config
 from tests.client.local_models import local_model, random_ids
 
 
@@ -116,3 +122,14 @@ def test_wrong_arguments_of_from_pretrained_are_refused(
 def test_client_blocks_are_cut_from_both_ends() -> None:
     assert [str(span) for span in split_blocks(6, (2, 1))] == ["0:2", "2:5", "5:6"]
     assert [len(span) for span in split_blocks(6, (6, 0))] == [6, 0, 0]
+
+
+def test_blocks_that_are_not_private_are_the_clients() -> None:
+    given = {"private": "ckks", "private_blocks": "1:4"}
+    assert choose_client_blocks(load_config(ClientConfig, given, {}), 6) == (1, 2)
+    assert choose_client_blocks(load_config(ClientConfig, {"client_blocks": "2,1"}, {}), 6) == (
+        2,
+        1,
+    )
+    with pytest.raises(ConfigError, match="private_blocks=1:4 of a model that has blocks 0:3"):
+        choose_client_blocks(load_config(ClientConfig, given, {}), 3)

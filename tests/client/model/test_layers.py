@@ -1,12 +1,17 @@
-"""Padded batches are sent without their padding and come back where they belong."""
+"""Padded batches are sent without padding and come back where they belong; layers as one."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nesa_node.client.model.layers import pack
+from nesa_node.client.model.layers import LayeredSession, pack
+from nesa_node.client.session.base import NoisyVectors
+from nesa_node.core.settings.noise_spec import NoiseSpec
+from nesa_node.privacy.noise.gaussian_mechanism import compose_epsilon
+from tests.client.test_lifecycle import ScriptedSession
 
 WIDTH = 3
 
@@ -68,3 +73,26 @@ def test_kept_columns_may_be_named(
     everything = packed.logits(hidden_TD, "all", 0, lambda hidden: hidden)
     named = packed.logits(hidden_TD, packed.choose_want(indices), indices, lambda hidden: hidden)
     assert torch.equal(named, everything[:, indices])
+
+
+class NoisyLayer(ScriptedSession):
+    """A layer that has sent `count` vectors with noise; None: without noise."""
+
+    def __init__(self, noise: NoiseSpec, count: int | None) -> None:
+        super().__init__(1, 8, lambda: None)
+        self._sent = None if count is None else NoisyVectors(noise, count)
+
+    @property
+    def noisy_vectors(self) -> NoisyVectors | None:
+        return self._sent
+
+
+def test_noise_of_several_layers_is_composed_once() -> None:
+    """Their epsilons' sum would be larger, and of as many deltas as there are layers."""
+    noise = NoiseSpec(2.0, 1e-5, 3.0)
+    layered = LayeredSession([NoisyLayer(noise, count) for count in (30, None, 34)])
+    assert layered.noisy_vectors is not None
+    assert layered.noisy_vectors.epsilon == pytest.approx(compose_epsilon(2.0, 1e-5, 64))
+    apart = compose_epsilon(2.0, 1e-5, 30) + compose_epsilon(2.0, 1e-5, 34)
+    assert layered.noisy_vectors.epsilon < apart
+    assert LayeredSession([NoisyLayer(noise, None)]).noisy_vectors is None

@@ -234,6 +234,13 @@ def test_only_one_way_to_choose_a_span_may_be_given() -> None:
         node(cli={"num_blocks": "auto", "block_indices": "0:3"})
 
 
+def test_only_one_way_to_choose_a_clients_blocks_may_be_given() -> None:
+    given = {"private": "ckks", "private_blocks": "1:3"}
+    assert load_config(ClientConfig, given, {}).private_blocks == Span(1, 3)
+    with pytest.raises(ConfigError, match="say the same: give one of them"):
+        load_config(ClientConfig, given | {"client_blocks": "1,1"}, {})
+
+
 def test_secrets_never_show_in_text_or_errors(tmp_path: Path) -> None:
     config = node(env={"HF_TOKEN": "hf_abc", "NESA_SWARM_KEY": "sesame"})
     assert config.token is not None
@@ -318,6 +325,7 @@ _MAY_BE_ZERO = (
     "adapter_store_gib",
     "adapter_memory_gib",
     "training_gib",
+    "stock",
     "audit",
 )
 

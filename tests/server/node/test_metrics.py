@@ -89,11 +89,11 @@ def test_the_documentation_lists_every_metric_as_it_is() -> None:
 
 
 def test_every_reason_and_code_that_we_refuse_with_is_told() -> None:
-    swarm_code = "".join(p.read_text() for p in (ROOT / "nesa_node" / "swarm").glob("*.py"))
+    swarm_code = "".join(p.read_text() for p in (ROOT / "nesa_node" / "swarm").rglob("*.py"))
     reasons = set(re.findall(r'RecordError\(\s*"(\w+)"', swarm_code))
     reasons |= set(re.findall(r'dropped\["(\w+)"\]', swarm_code))
     assert reasons <= set(swarm_metrics.DROP_REASONS)
-    server_code = "".join(p.read_text() for p in (ROOT / "nesa_node" / "server").glob("*.py"))
+    server_code = "".join(p.read_text() for p in (ROOT / "nesa_node" / "server").rglob("*.py"))
     codes = set(re.findall(r'ProtocolError\(\s*"(\w+)"', server_code))
     assert codes <= set(refusal_log.REFUSAL_CODES)
 

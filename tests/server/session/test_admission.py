@@ -15,7 +15,7 @@ from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.cache.pages import PAGE_TOKENS, PagePool
 from nesa_node.engine.weights.families import CacheHeads
-from nesa_node.server.node.served_span import _limits
+from nesa_node.server.node.served_span import make_limits
 from nesa_node.server.session.admission import RETRY_AFTER_RANGE_S, Admission, AdmissionLimits
 
 A, B = PeerId("a"), PeerId("b")
@@ -139,7 +139,7 @@ def test_a_node_keeps_a_reserve_for_newcomers() -> None:
     served: Any = SimpleNamespace(
         cache_bytes_per_token=2 * 8 * 128 * 2, hidden_size=8192, context_length=32_768
     )
-    limits = _limits(NodeConfig(model="m"), served, 65_536)
+    limits = make_limits(NodeConfig(model="m"), served, 65_536)
     assert 4 * limits.hidden_reserve_bytes == limits.hidden_bytes
     pool = admission(pages=2048).pool
     made = Admission(limits, pool)
@@ -162,7 +162,7 @@ def test_no_peer_takes_all_of_a_nodes_room_for_hidden_states(
         hidden_size=hidden,
         context_length=context_length,
     )
-    limits = _limits(NodeConfig(model="m"), served, tokens)
+    limits = make_limits(NodeConfig(model="m"), served, tokens)
     quarter = limits.hidden_bytes // 4
     assert 2 * quarter <= limits.hidden_bytes_per_peer <= 3 * quarter
     if 0 < context_length <= 4096:
