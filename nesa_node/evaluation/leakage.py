@@ -29,6 +29,7 @@ from nesa_node.core.ids import Span
 from nesa_node.core.settings.choices import PrivateScheme
 from nesa_node.core.settings.noise_spec import NoiseSpec
 from nesa_node.evaluation.leakage_claims import AttackName
+from nesa_node.evaluation.leakage_rows import LeakageRow, Recovered
 from nesa_node.evaluation.recording_node import RecordingNode, recording_swarm
 from nesa_node.privacy.attacks.folded_weights import (
     FoldingKey,
@@ -55,8 +56,6 @@ from nesa_node.privacy.packing import unpack_residues
 from nesa_node.privacy.parameters import RingParameters
 from nesa_node.swarm.protocol.private_messages import EncryptedInput, MaskedInput
 
-CONFIDENCE_Z = 1.959964
-"""Of 95% intervals."""
 CLIP_NORMS = 4.0
 """A clip costs perplexity, too: a lower one cuts states of frequent tokens, and not only those of
 first positions, which are many times as large.
@@ -88,51 +87,6 @@ class LeakageSetup:
     known_inputs: int = 600
     """Positions of the text that one attack on folded weights knows; the rest is attacked."""
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """What one attack recovered: `hits` of `tokens`."""
-
-    attack: AttackName
-    hits: int
-    tokens: int
-    detail: str = ""
-    chance_percent: float | None = None
-    """Where other tokens are scored than those of the row's other attacks: hits of a guess."""
-
-    @property
-    def percent(self) -> float:
-        return 100 * self.hits / self.tokens
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95% interval in percent (Wilson 1927)."""
-        n, z = self.tokens, CONFIDENCE_Z
-        share, spread = self.hits / n, z * z / n
-        middle = (share + spread / 2) / (1 + spread)
-        half = z * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
-        return 100 * max(middle - half, 0.0), 100 * min(middle + half, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class LeakageRow:
-    """One mode, as it was measured. None: not measured, or without meaning."""
-
-    mode: str
-    """Of `CLAIMS`."""
-    setting: str
-    recovered: tuple[Recovered, ...]
-    chance_percent: float
-    """Hits of naming the most frequent token of the attacker's text, where an attack has no other.
-    """
-    perplexity: float | None = None
-    epsilon_token: float | None = None
-    epsilon_text: float | None = None
-    """Of all tokens of the attacked text together, composed."""
-    tokens_per_s: float | None = None
-    mb_per_token: float | None = None
-    """What nodes received for each token that was decoded."""
 
 
 def cut_windows(ids: Sequence[int], length: int) -> Tensor:

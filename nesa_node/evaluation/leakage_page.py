@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.evaluation.leakage import LeakageRow, Recovered
 from nesa_node.evaluation.leakage_claims import CLAIMS, TOKEN_ATTACKS
+from nesa_node.evaluation.leakage_rows import LeakageRow, Recovered
 from nesa_node.evaluation.results import PIPE_COLUMNS, describe_machine
 
 _COLUMNS = (

@@ -8,14 +8,9 @@ import pytest
 import torch
 
 from nesa_node.core.settings.choices import PrivacyName
-from nesa_node.evaluation.leakage import (
-    LeakageMeasurement,
-    LeakageRow,
-    LeakageSetup,
-    Recovered,
-    cut_windows,
-)
+from nesa_node.evaluation.leakage import LeakageMeasurement, LeakageSetup, cut_windows
 from nesa_node.evaluation.leakage_claims import CLAIMS, AttackName
+from nesa_node.evaluation.leakage_rows import LeakageRow, Recovered
 from tests.privacy.attacks.models import VOCABULARY, random_llama
 
 pytestmark = pytest.mark.timeout(300)

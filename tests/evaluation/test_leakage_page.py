@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from nesa_node.core.errors import ConfigError
-from nesa_node.evaluation.leakage import LeakageRow, Recovered
 from nesa_node.evaluation.leakage_claims import CLAIMS, TOKEN_ATTACKS
 from nesa_node.evaluation.leakage_page import (
     check_claims,
@@ -16,6 +15,7 @@ from nesa_node.evaluation.leakage_page import (
     read_leakage,
     write_leakage,
 )
+from nesa_node.evaluation.leakage_rows import LeakageRow, Recovered
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "benchmarks/results/leakage-2026-11-30.json"
