@@ -70,7 +70,7 @@ test-all: $(READY) browser tools
 	$(BIN)/python -m pytest -m "slow or not slow" --junitxml $(REPORT)
 
 # One part of the slow tests: as many commits later, each has run once.
-PARTS ?= 10
+PARTS ?= 20
 PART  ?= $(shell git rev-list --count HEAD)
 
 test-part: $(READY) browser tools

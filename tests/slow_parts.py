@@ -18,12 +18,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = Path(__file__).with_name("slow_seconds.json")
 UNKNOWN_S = 60.0
-_MARK = "mark.slow"
+_MARKS = ("mark.slow", "first_is_fast(")
 
 
 def slow_files(folder: Path = ROOT / "tests") -> list[str]:
     """The test files with a slow test, relative to the project."""
-    found = (path for path in folder.rglob("test_*.py") if _MARK in path.read_text("utf-8"))
+    found = (
+        path
+        for path in folder.rglob("test_*.py")
+        if any(mark in path.read_text("utf-8") for mark in _MARKS)
+    )
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 

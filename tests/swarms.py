@@ -40,7 +40,7 @@ class NodeThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="nodes")
+        self._thread = threading.Thread(target=self._loop.run_forever, name="nodes", daemon=True)
         self._stopping: list[asyncio.Event] = []
         self._running: list[Any] = []
 

@@ -46,6 +46,7 @@ from tests.deployments import (
     shard_members,
 )
 from tests.engine.tiny_models import BLOCKS, HIDDEN, VOCABULARY, reference
+from tests.first_is_fast import first_is_fast
 from tests.hostile.attacker import Wire, describe
 from tests.hostile.frames import Facts, message_frame, open_message
 from tests.same_tokens import assert_same_tokens
@@ -73,7 +74,7 @@ def deployed_model(
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "bloom", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", first_is_fast("llama", "qwen3", "bloom", "gemma2", "mixtral"))
 def test_tokens_are_those_of_transformers(
     family: str, tiny: Callable[[str], Path], tmp_path: Path, file: DeploymentFile
 ) -> None:
@@ -325,6 +326,7 @@ def names_in_memory(daemon: ShardDaemon) -> set[bytes]:
     }
 
 
+@pytest.mark.slow
 def test_no_name_and_no_place_is_on_a_members_disk_or_in_its_memory(
     llama: Path, daemons: list[ShardDaemon], file: DeploymentFile
 ) -> None:
@@ -372,6 +374,7 @@ def searched(pid: int) -> Iterator[bytes]:
         yield from memory_of(each)
 
 
+@pytest.mark.slow
 def test_members_do_not_learn_of_each_other_when_one_dies(
     llama: Path, tmp_path: Path, file: DeploymentFile
 ) -> None:
@@ -419,6 +422,7 @@ def stopped(daemons: list[ShardDaemon]) -> Iterator[None]:
             each.resume()
 
 
+@pytest.mark.slow
 def test_the_owner_being_offline_changes_nothing(
     llama: Path, tmp_path: Path, file: DeploymentFile
 ) -> None:

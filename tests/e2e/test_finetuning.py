@@ -40,6 +40,7 @@ from nesa_node.swarm.p2p.link_measurements import LinkSpeeds
 from tests.engine.chained import distance, open_local
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS, remove_dropout
+from tests.first_is_fast import first_is_fast
 from tests.swarms import in_process_swarm, thirds
 
 pytestmark = PEFT_WARNINGS
@@ -238,7 +239,7 @@ def test_every_kind_of_adapter_lowers_the_loss(
         assert session.evaluate(make_batch(0)) < before - 0.02
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", first_is_fast("llama", "gpt2"))
 def test_a_shallow_prompt_equals_that_of_one_process(
     family: str, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:

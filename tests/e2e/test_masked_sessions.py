@@ -45,6 +45,7 @@ from nesa_node.swarm.protocol.stream import Stream
 from tests.client.local_models import random_ids
 from tests.e2e.test_private_sessions import HALVES, OPTIONS, private_model
 from tests.engine.tiny_models import BLOCKS, reference
+from tests.first_is_fast import first_is_fast
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import daemons, in_process_swarm
 
@@ -101,7 +102,7 @@ def with_integers(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "bloom"])
+@pytest.mark.parametrize("family", first_is_fast("llama", "gpt2", "qwen3", "bloom"))
 def test_tokens_and_logits_are_those_of_integers(
     family: str, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -119,7 +120,9 @@ def test_tokens_and_logits_are_those_of_integers(
     with torch.inference_mode():
         wanted = expected(prompt).logits
     for found, whole in ((logits, wanted), (again, wanted[:, 2:])):
-        assert (found - whole).abs().max() <= 1e-5 * whole.abs().max()
+        # The reference differs from itself by 1e-5 where BLOOM's positions come in two steps, and
+        # by 3e-4 or more from the model without integers.
+        assert (found - whole).abs().max() <= 3e-5 * whole.abs().max()
 
 
 def test_a_mask_hides_one_vector() -> None:
@@ -228,7 +231,7 @@ def first_node(folder: Path, addresses: tuple[str, ...]) -> Span:
         return session.hops[0].span
 
 
-@pytest.mark.parametrize("what", ["masks", "masked vectors"])
+@pytest.mark.parametrize("what", first_is_fast("masked vectors", "masks"))
 def test_a_node_with_wrong_products_is_left_for_good(
     what: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +266,7 @@ def test_a_node_with_wrong_products_is_left_for_good(
     assert reason == f"its product at {PATH} was wrong"
 
 
-@pytest.mark.parametrize("scheme", ["ckks", "masks"])
+@pytest.mark.parametrize("scheme", first_is_fast("masks", "ckks"))
 def test_prompts_of_one_length_have_equal_messages(
     scheme: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +351,7 @@ def test_many_sessions_at_once_get_their_masks(llama: Path, addresses: tuple[str
         assert_same_tokens(expected, tokens, prompt, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_leaving_again_and_again_is_given_up(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ from tests.cli.tiny import BLOCKS as TINY_BLOCKS
 from tests.cli.tiny import write_tiny_model
 from tests.client.local_models import random_ids
 from tests.engine.tiny_models import BLOCKS, reference
+from tests.first_is_fast import first_is_fast
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import Daemons, daemons, in_process_swarm
 
@@ -82,7 +83,7 @@ def private_model(
     )
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "bloom"])
+@pytest.mark.parametrize("family", first_is_fast("qwen3", "gpt2", "bloom"))
 def test_tokens_of_other_families_are_those_of_transformers(
     family: str, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_a_swarm_without_private_nodes_is_told_so(llama: Path, tmp_path: Path) -
         model.generate(random_ids(1, 4), **OPTIONS)
 
 
+@pytest.mark.slow
 def test_only_nodes_that_announce_private_sessions_are_asked(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,6 +472,7 @@ def test_links_multiply_as_numpy_does(llama: Path, addresses: tuple[str, ...]) -
     wire.exchange(send)
 
 
+@pytest.mark.slow
 def test_the_command_answers_as_without_encryption(tmp_path: Path) -> None:
     """With all blocks on the node, and with some of them; the rest is the client's."""
     folder = write_tiny_model(tmp_path / "tiny")

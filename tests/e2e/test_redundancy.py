@@ -17,6 +17,7 @@ from tests.client.local_models import random_ids
 from tests.e2e.joining import joined
 from tests.e2e.liars import calibrate_tiny_models, lie, peer_of, scale, session_over
 from tests.engine.tiny_models import BLOCKS, reference
+from tests.first_is_fast import first_is_fast
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import daemons, in_process_swarm
 
@@ -34,7 +35,7 @@ def llama(tiny: Callable[[str], Path]) -> Path:
     return tiny("llama")
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "max_new_tokens": 10}])
+@pytest.mark.parametrize("options", first_is_fast({}, {"num_beams": 3, "max_new_tokens": 10}))
 def test_tokens_are_those_of_transformers(
     llama: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -54,8 +55,8 @@ def test_tokens_are_those_of_transformers(
         assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS | options)
 
 
-@pytest.mark.parametrize("spares", [0, 1])
-@pytest.mark.parametrize("place", range(2))
+@pytest.mark.parametrize("spares", first_is_fast(0, 1))
+@pytest.mark.parametrize("place", first_is_fast(0, 1))
 def test_a_liar_is_outvoted(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spares: int, place: int
 ) -> None:

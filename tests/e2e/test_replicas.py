@@ -26,6 +26,7 @@ from nesa_node.engine.training.training_state import ZeroStage, assign_owners
 from tests.engine.chained import distance
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.engine.training.test_adapted_blocks import PEFT_WARNINGS, remove_dropout
+from tests.first_is_fast import first_is_fast
 from tests.swarms import in_process_swarm, thirds
 
 pytestmark = [*PEFT_WARNINGS, pytest.mark.timeout(240)]
@@ -73,7 +74,7 @@ def options(**more: Any) -> FinetuningOptions:
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", first_is_fast(1, 0, 2))
 def test_two_replicas_train_as_one_process_does(
     stage: ZeroStage, folder: Path, tmp_path: Path
 ) -> None:
@@ -168,7 +169,7 @@ def test_owners_have_equal_parts() -> None:
         assert owners == assign_owners(dict(reversed(sizes.items())), count)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", first_is_fast(2, 0))
 def test_gradients_of_adapters_travel_in_blockwise8(
     stage: ZeroStage, folder: Path, tmp_path: Path
 ) -> None:
@@ -193,7 +194,7 @@ def test_gradients_of_adapters_travel_in_blockwise8(
     assert lossy == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", first_is_fast(3, 0, 2))
 def test_the_weights_themselves_are_trained(stage: ZeroStage, folder: Path, tmp_path: Path) -> None:
     model_alone = reference(folder).float().train()
     layers = model_alone.get_submodule("model.layers")
@@ -227,7 +228,7 @@ def test_the_weights_themselves_are_trained(stage: ZeroStage, folder: Path, tmp_
         assert held_out == pytest.approx(float(loaded(**make_batch(99)).loss), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", first_is_fast("sgd", "adamw"))
 def test_replicas_that_are_averaged(name: Any, folder: Path, tmp_path: Path) -> None:
     """Each trains on its rows alone for three steps; the seventh is followed by a checkpoint."""
     optimizer = OptimizerConfig(name, momentum=0.9 if name == "sgd" else 0.0)

@@ -20,6 +20,7 @@ from nesa_node import SwarmPipeline
 from nesa_node.client.graphs import audio
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import split_evenly
+from tests.first_is_fast import first_is_fast
 from tests.swarms import in_process_swarm
 
 HF: Any = transformers
@@ -97,7 +98,7 @@ def speech(seconds: float, rate: int) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("save", [save_whisper, save_wav2vec2])
+@pytest.mark.parametrize("save", first_is_fast(save_whisper, save_wav2vec2))
 def test_texts_are_those_of_transformers(save: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     save(folder)

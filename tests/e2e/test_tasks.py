@@ -228,13 +228,22 @@ def mask2former(subtask: str, pieces: int) -> ParameterSet:
 MASKS = [mask2former("semantic", 2), mask2former("panoptic", 3), mask2former("instance", 5)]
 
 
+FAST_MODELS = {
+    "BertForSequenceClassification",
+    "ViTForImageClassification",
+    "SegformerForSemanticSegmentation",
+    "MarianMTModel",
+}
+"""The rest is for slow tests alone."""
+
+
 def in_pieces(cases: Sequence[Case]) -> list[ParameterSet]:
     """Each case in its own number of pieces, and as slow tests in 2, 3 and 5."""
     return [
         pytest.param(
             replace(case, pieces=pieces),
             id=f"{case.task}-{case.model}-{pieces}",
-            marks=() if pieces == case.pieces else pytest.mark.slow,
+            marks=() if pieces == case.pieces and case.model in FAST_MODELS else pytest.mark.slow,
         )
         for case in cases
         for pieces in (2, 3, 5)

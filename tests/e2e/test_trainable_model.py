@@ -453,6 +453,7 @@ def test_what_does_not_fit_is_refused_by_name(folder: Path, addresses: tuple[str
             scaler.step(session.optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["finetune.py", "finetune_with_trainer.py"])
 def test_the_examples_of_the_readme_run(
     example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ from tests.client.local_models import random_ids
 from tests.e2e.joining import ROUTES, joined
 from tests.e2e.liars import boast, calibrate_tiny_models, lie, peer_of, scale
 from tests.engine.tiny_models import BLOCKS, reference, save_tiny_model
+from tests.first_is_fast import first_is_fast
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import in_process_swarm, thirds
 
@@ -43,7 +44,7 @@ def llama(tiny: Callable[[str], Path]) -> Path:
     return tiny("llama")
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", first_is_fast(*ROUTES))
 def test_it_is_computed_again_without_the_liar(
     llama: Path, tmp_path: Path, route: RouteName
 ) -> None:
@@ -62,7 +63,7 @@ def test_it_is_computed_again_without_the_liar(
         assert torch.allclose(logits, reference(llama)(prompt).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("selection", [None, True])
+@pytest.mark.parametrize("selection", first_is_fast(None, True))
 def test_so_are_logits_and_hidden_states(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, selection: bool | None
 ) -> None:
@@ -159,7 +160,7 @@ def test_where_all_lie_the_caller_is_told(
             model.generate(random_ids(1, 8), **OPTIONS)
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+@pytest.mark.parametrize("path", first_is_fast("chat/completions", "completions", "responses"))
 def test_the_gateway_answers_rightly_or_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
