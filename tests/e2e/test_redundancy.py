@@ -21,6 +21,8 @@ from tests.first_is_fast import first_is_fast
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import daemons, in_process_swarm
 
+pytestmark = pytest.mark.timeout(180)
+
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 HALVES = [Span(0, 3), Span(3, BLOCKS)]
 

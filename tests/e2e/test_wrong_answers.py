@@ -27,6 +27,8 @@ from tests.first_is_fast import first_is_fast
 from tests.same_tokens import assert_same_tokens
 from tests.swarms import in_process_swarm, thirds
 
+pytestmark = pytest.mark.timeout(180)
+
 OPTIONS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 SPANS = thirds(BLOCKS)
 
