@@ -59,7 +59,9 @@ def run(options: Options) -> list[dict[str, Any]]:
         prompts = [random_prompt(vocabulary, PROMPT_TOKENS, seed) for seed in range(SESSIONS)]
         ours, its = Pipe()
         client = get_context("spawn").Process(
-            target=_run_client, args=(its, str(folder), peers, prompts, options.new_tokens)
+            target=_run_client,
+            # Tensors would pass through shared memory, whose manager stays.
+            args=(its, str(folder), peers, [each.tolist() for each in prompts], options.new_tokens),
         )
         client.start()
         try:
@@ -113,7 +115,7 @@ def _run_client(
     commands: Connection,
     folder: str,
     peers: Sequence[str],
-    prompts: Sequence[torch.Tensor],
+    prompts: Sequence[list[list[int]]],
     count: int,
 ) -> None:
     """For each number that comes: generate from all prompts, so many at once; answer with seconds
@@ -127,7 +129,9 @@ def _run_client(
         while at_once := commands.recv():
             started = time.perf_counter()
             with ThreadPoolExecutor(at_once) as threads:
-                tokens = list(threads.map(lambda prompt: _generate(model, prompt, count), prompts))
+                tokens = list(
+                    threads.map(lambda ids: _generate(model, torch.tensor(ids), count), prompts)
+                )
             commands.send((time.perf_counter() - started, [each.tolist() for each in tokens]))
 
 
