@@ -32,6 +32,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from tests.engine.model_types import tiny_config
+
 _AUTO: Any = AutoModelForCausalLM
 _LOGGING: Any = transformers_logging
 
@@ -158,6 +160,7 @@ def prompt_ids(length: int, *, seed: int = 0) -> list[int]:
 def save_tiny_model(family: str, folder: Path, *, seed: int = 0, num_blocks: int = BLOCKS) -> Path:
     """Save a model with safetensors under `folder` and return its own folder.
 
+    `family` is one of `FAMILIES` or `VARIANTS`, or a model type of transformers.
     One that is there already is used again: give a session-scoped `folder` to make each once.
     """
     target = folder / f"{family}-{num_blocks}-{seed}"
@@ -189,7 +192,8 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def _varied_model(family: str, *, seed: int, num_blocks: int) -> Any:
-    config: Any = {**FAMILIES, **VARIANTS}[family]()
+    make = {**FAMILIES, **VARIANTS}.get(family)
+    config: Any = tiny_config(family) if make is None else make()
     config.num_hidden_layers = num_blocks
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = [

@@ -22,7 +22,7 @@ from nesa_node.engine.weights.adapter_files import (
     read_adapter_folder,
 )
 from nesa_node.engine.weights.checkpoint import list_weight_files
-from nesa_node.engine.weights.families import get_family, read_config, read_raw_config
+from nesa_node.engine.weights.families import read_config, read_raw_config, require_known_type
 from nesa_node.engine.weights.files import INDEX_FILE, read_header
 from nesa_node.topology.simulation.swarm_file import parse_swarm_file
 from nesa_node.topology.snapshot_json import snapshot_from_json
@@ -84,7 +84,7 @@ def _file(name: str, read: Callable[[Path], object]) -> Callable[[], Any]:
 
 
 def _raw_config(folder: Path) -> None:
-    get_family(read_raw_config(folder, name="m").get("model_type"), name="m")
+    require_known_type(read_raw_config(folder, name="m").get("model_type"), name="m")
 
 
 def _config(folder: Path) -> None:

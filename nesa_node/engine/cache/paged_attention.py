@@ -116,6 +116,7 @@ class PackedRows:
         *,
         window: int | None = None,
         softcap: float | None = None,
+        sinks_Q: Tensor | None = None,
         rows: Sequence[PackedRow] | None = None,
     ) -> Tensor:
         """Attention of a layer, after `store_kv` has written its new keys and values; Q = H x G.
@@ -132,9 +133,9 @@ class PackedRows:
             keys_1HCD = row.visible_slots(keys_SHD, window)
             values_1HCD = row.visible_slots(values_SHD, window)
             mask = row.mask(window, query_TQD.device) if row.count > 1 else None
-            if softcap is not None:
-                output = _attend_with_softcap(
-                    query_LHGD, keys_1HCD, values_1HCD, mask, scaling, softcap
+            if softcap is not None or sinks_Q is not None:
+                output = _attend_by_scores(
+                    query_LHGD, keys_1HCD, values_1HCD, mask, scaling, softcap, sinks_Q
                 )
             elif row.count == 1:
                 # Query heads of a kv head are passed as its query tokens: fewer, larger products.
@@ -189,6 +190,7 @@ def paged_attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: outputs [1, T, Q, D] with Q = H x G.
@@ -203,6 +205,7 @@ def paged_attention_forward(
         scaling,
         window=sliding_window,
         softcap=softcap,
+        sinks_Q=s_aux,
     )
     return output_TQD.unsqueeze(0), None
 
@@ -227,26 +230,37 @@ def _attend_many_tokens(
     return output_1QLD[0].transpose(0, 1).view(query_LHGD.shape)
 
 
-def _attend_with_softcap(
+def _attend_by_scores(
     query_LHGD: Tensor,
     keys_1HCD: Tensor,
     values_1HCD: Tensor,
     mask_LC: Tensor | None,
     scaling: float | None,
-    softcap: float,
+    softcap: float | None,
+    sinks_Q: Tensor | None,
 ) -> Tensor:
-    """Attention of Gemma 2: scores are tanh-capped at `softcap`; softmax is in float32."""
+    """Attention whose scores are changed before softmax, which is in float32.
+
+    Of Gemma 2: tanh-capped at `softcap`. Of gpt-oss: `sinks_Q` has a score for each query head that
+    takes its share of the weight and has no value.
+    """
     count, _, _, dim = query_LHGD.shape
     context = keys_1HCD.shape[2]
     query_HGLD = query_LHGD.permute(1, 2, 0, 3)
     scale = dim**-0.5 if scaling is None else scaling
     scores_HGLC = query_HGLD @ keys_1HCD[0].unsqueeze(1).transpose(-1, -2) * scale
-    scores_HGLC = (scores_HGLC / softcap).tanh() * softcap
+    if softcap is not None:
+        scores_HGLC = (scores_HGLC / softcap).tanh() * softcap
     if count > 1:
         if mask_LC is None:
             mask_LC = torch.ones(count, context, dtype=torch.bool, device=keys_1HCD.device).tril()
         scores_HGLC = scores_HGLC.masked_fill(~mask_LC, float("-inf"))
+    if sinks_Q is not None:
+        sinks_HG11 = sinks_Q.view(*scores_HGLC.shape[:2], 1, 1).to(scores_HGLC.dtype)
+        sinks_HGL1 = sinks_HG11.expand(-1, -1, count, -1)
+        scores_HGLC = torch.cat((scores_HGLC, sinks_HGL1), dim=-1)
     weights_HGLC = scores_HGLC.softmax(-1, dtype=torch.float32).to(query_LHGD.dtype)
+    weights_HGLC = weights_HGLC[..., :context]
     return (weights_HGLC @ values_1HCD[0].unsqueeze(1)).permute(2, 0, 1, 3)
 
 
@@ -271,9 +285,10 @@ class RowCache:
     ) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values of this step; return all up to its end [1, H, C, D]."""
         layer = layer_idx - self._pool.span.start
+        repeats = self._pool.heads[layer].repeats
         return (
-            self._write_and_read(self._pool.keys_SHD[layer], keys_1HLD),
-            self._write_and_read(self._pool.values_SHD[layer], values_1HLD),
+            self._write_and_read(self._pool.keys_SHD[layer], keys_1HLD, repeats),
+            self._write_and_read(self._pool.values_SHD[layer], values_1HLD, repeats),
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -285,8 +300,7 @@ class RowCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self._length + query_length, 0
 
-    def _write_and_read(self, side_SHD: Tensor, new_1HLD: Tensor) -> Tensor:
-        repeats = self._pool.heads.repeats
+    def _write_and_read(self, side_SHD: Tensor, new_1HLD: Tensor, repeats: int) -> Tensor:
         side_SHD[self._new_slots] = new_1HLD[0, ::repeats].transpose(0, 1)
         kept_1HCD = side_SHD[self._all_slots].transpose(0, 1).unsqueeze(0)
         return kept_1HCD.repeat_interleave(repeats, 1) if repeats > 1 else kept_1HCD

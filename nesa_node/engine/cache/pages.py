@@ -98,6 +98,8 @@ def pages_for(tokens: int) -> int:
 class PagePool:
     """Keys [S, H, D] and values [S, H, D] for each block of `span`, in one dtype on one device.
 
+    Blocks may differ in H and D, and a block's values from its keys.
+
     Page allocation is thread-safe, except for a row that is being run. The operating system commits
     memory when a page is first written. A row's pages are consecutive where possible, so that
     attention reads them as one view. Pages that only `prefixes` refers to count as free: they are
@@ -107,18 +109,25 @@ class PagePool:
     def __init__(
         self,
         span: Span,
-        heads: CacheHeads,
+        heads: CacheHeads | Sequence[CacheHeads],
         *,
         tokens: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.span = span
-        self.heads = heads
+        each_heads = (heads,) * len(span) if isinstance(heads, CacheHeads) else tuple(heads)
+        self.heads = each_heads
+        """Of each block."""
         self.num_pages = max(pages_for(tokens), 1)
-        shape = (self.num_pages * PAGE_TOKENS, heads.num_kv_heads, heads.head_dim)
-        self.keys_SHD = [torch.empty(shape, dtype=dtype, device=device) for _ in range(len(span))]
-        self.values_SHD = [torch.empty(shape, dtype=dtype, device=device) for _ in range(len(span))]
+        slots = self.num_pages * PAGE_TOKENS
+        self.keys_SHD, self.values_SHD = (
+            [
+                torch.empty((slots, *each.shapes[side]), dtype=dtype, device=device)
+                for each in each_heads
+            ]
+            for side in (0, 1)
+        )
         self.device = device
         self.prefixes = PrefixIndex()
         self._lock = threading.RLock()
@@ -148,13 +157,36 @@ class PagePool:
         return reservation
 
     def export_tokens(self, slots: slice | Tensor, span: Span) -> Tensor:
-        """Copy `slots` of the blocks `span` to the CPU: [2 x blocks, L, H, D], all keys first."""
-        return torch.stack([side_SHD[slots] for side_SHD in self._keys_and_values(span)]).cpu()
+        """Copy `slots` of the blocks `span` to the CPU, in `export_shape`, all keys first."""
+        sides = [side_SHD[slots] for side_SHD in self._keys_and_values(span)]
+        count = len(sides[0])
+        if self._is_uneven(span):
+            sides = [torch.cat([side_LHD.flatten(1) for side_LHD in sides], dim=1)[:, None]]
+        return torch.stack(sides).view(self.export_shape(count, span)).cpu()
+
+    def export_shape(self, count: int, span: Span) -> tuple[int, ...]:
+        """Return [2 x blocks, L, H, D] for L = `count` tokens of the blocks `span`.
+
+        If these cache different shapes, it is [1, L, 1, all of a token's elements].
+        """
+        sides = self._keys_and_values(span)
+        if self._is_uneven(span):
+            return 1, count, 1, sum(side_SHD[0].numel() for side_SHD in sides)
+        return len(sides), count, *sides[0].shape[1:]
 
     def import_tokens(self, slots: slice | Tensor, span: Span, tokens: Tensor) -> None:
         """Write the result of `export_tokens` to `slots` of the blocks `span`."""
-        for side_SHD, tokens_LHD in zip(self._keys_and_values(span), tokens, strict=True):
-            side_SHD[slots] = tokens_LHD.to(self.device, side_SHD.dtype)
+        sides = self._keys_and_values(span)
+        parts: Sequence[Tensor] = tokens.unbind()
+        if self._is_uneven(span):
+            sizes = [side_SHD[0].numel() for side_SHD in sides]
+            parts = torch.split(tokens[0, :, 0], sizes, dim=1)
+        for side_SHD, tokens_LHD in zip(sides, parts, strict=True):
+            shaped_LHD = tokens_LHD.reshape(-1, *side_SHD.shape[1:])
+            side_SHD[slots] = shaped_LHD.to(self.device, side_SHD.dtype)
+
+    def _is_uneven(self, span: Span) -> bool:
+        return len({side_SHD.shape for side_SHD in self._keys_and_values(span)}) > 1
 
     def _keys_and_values(self, span: Span) -> list[Tensor]:
         first, last = span.start - self.span.start, span.end - self.span.start

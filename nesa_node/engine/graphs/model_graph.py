@@ -25,13 +25,13 @@ from nesa_node.core.logging import get_logger
 from nesa_node.engine.graphs.decoder_cache import capture_with_cache, is_generating
 from nesa_node.engine.graphs.text_to_image import PipelineNetworks, divide_graph
 from nesa_node.engine.weights.families import check_counts, parse_config, read_raw_config
+from nesa_node.engine.weights.model_tree import initializer_lock
 from nesa_node.engine.weights.pipeline_folder import (
     DECODER,
     DENOISERS,
     is_pipeline,
     read_pipeline_index,
 )
-from nesa_node.engine.weights.skeleton import initializer_lock
 from nesa_node.sharding.capture import CapturedModel, capture
 
 log = get_logger(__name__)

@@ -28,6 +28,7 @@ from nesa_node.engine.kernels.quantized_linear import QuantizedLinear
 from nesa_node.engine.kernels.threads import ThreadController
 from nesa_node.engine.model.compiled_step import CompiledDecoder
 from nesa_node.engine.model.fused_decoder import FusedDecoder
+from nesa_node.engine.model.splice import run_decoder, slice_decoder
 from nesa_node.engine.weights.checkpoint import Checkpoint
 
 
@@ -72,7 +73,7 @@ class TokenSlice(Protocol):
     def buffers(self) -> StepBuffers: ...
 
 
-__all__ = ["ModelBlocks", "RowChunk", "slice_decoder"]
+__all__ = ["ModelBlocks", "RowChunk"]
 
 
 T = TypeVar("T")
@@ -110,7 +111,8 @@ class ModelBlocks:
             with suppress(ValueError):  # no machine code supports such layers
                 self._compiled_decoder = CompiledDecoder(decoder.ordered_layers)
         self._family = checkpoint.family
-        self._kv_heads = checkpoint.family.cache_heads(checkpoint.config)
+        heads = self._family.list_cache_heads(checkpoint.config)
+        self._cache_heads = heads[span.start : span.end]
         self._segments: AdapterSegments | None = None
         """Shared by selections; None where blocks differ in their linear layers."""
         self._unhooked: list[tuple[nn.Module, int, int]] = []
@@ -121,18 +123,22 @@ class ModelBlocks:
     @property
     def cache_bytes_per_token(self) -> int:
         """KV cache of one token in all blocks."""
-        return self._kv_heads.bytes_per_token(self.dtype) * self.num_blocks
+        return sum(heads.bytes_per_token(self.dtype) for heads in self._cache_heads)
 
     def modules(self) -> Iterator[nn.Module]:
         """All modules of the span, at any depth."""
         return iter(self._decoder.modules())
 
     def routers(self) -> list[nn.Module]:
-        """The modules that choose experts, one of each block; none if this is no mixture."""
+        """The modules that choose experts, one of each block that has some."""
         if (path := self._family.router) is None:
             return []
+        layers = getattr(self._decoder, self._family.layers_name)
         return [
-            layer.get_submodule(path) for layer in getattr(self._decoder, self._family.layers_name)
+            module
+            for layer in layers
+            for name, module in layer.named_modules()
+            if name == path  # a mixture may begin with dense blocks
         ]
 
     def split_layers(self) -> list[dict[str, nn.Module | Tensor]]:
@@ -205,6 +211,7 @@ class ModelBlocks:
             part = copy.copy(self)
             part.span, part.num_blocks = span, len(span)
             part.weight_bytes = self.weight_bytes * part.num_blocks // self.num_blocks
+            part._cache_heads = self._cache_heads[local.start : local.end]
             part._selections = {}
             if isinstance(self._decoder, FusedDecoder):
                 part._decoder = self._decoder.select_layers(local)
@@ -216,7 +223,7 @@ class ModelBlocks:
     def new_pool(self, tokens: int) -> PagePool:
         """Return an empty KV cache with room for `tokens` tokens of all rows together."""
         return PagePool(
-            self.span, self._kv_heads, tokens=tokens, dtype=self.dtype, device=self.device
+            self.span, self._cache_heads, tokens=tokens, dtype=self.dtype, device=self.device
         )
 
     def forward(self, hidden_TD: Tensor, runs: Sequence[RowChunk]) -> Tensor:
@@ -344,15 +351,15 @@ class ModelBlocks:
     def _call_decoder(
         self, inputs_1LD: Tensor, positions_1L: Tensor, cache: PackedRows | RowCache, **extra: Any
     ) -> Tensor:
-        output = self._decoder(
-            inputs_embeds=inputs_1LD,
+        return run_decoder(
+            self._decoder,
+            self._family,
+            inputs_1LD,
             position_ids=positions_1L,
             past_key_values=cache,
             use_cache=True,
             **extra,
-        )
-        hidden_LD: Tensor = output.last_hidden_state[0]
-        return hidden_LD
+        )[0]
 
     def _check(self, shape: Sequence[int], runs: Sequence[RowChunk]) -> None:
         if not runs:
@@ -412,24 +419,3 @@ def _split_layer(layer: nn.Module) -> dict[str, nn.Module | Tensor]:
             if value is not None and name not in module._non_persistent_buffers_set:
                 parts[f"{path}.{name}" if path else name] = value
     return parts
-
-
-def slice_decoder(decoder: nn.Module, layers: str, local: Span) -> nn.Module:
-    """Return a decoder with the layers `local` only, which shares all modules with `decoder`.
-
-    Layers keep their absolute `layer_idx`: some models compute with it (GPT-2 can scale attention
-    by it), and the cache is indexed by it. What the decoder indexes from 0 is sliced to fit.
-    """
-    sliced = copy.copy(decoder)
-    sliced._modules = dict(decoder._modules)
-    stack = decoder.get_submodule(layers)
-    assert isinstance(stack, nn.ModuleList)
-    sliced._modules[layers] = nn.ModuleList(list(stack)[local.start : local.end])
-    config: Any = copy.deepcopy(decoder.config)
-    types = getattr(config, "layer_types", None)
-    config.num_hidden_layers = len(local)
-    if types is not None:
-        config.layer_types = list(types)[local.start : local.end]
-    # Only the decoder's own config: its layers share that of the whole model.
-    object.__setattr__(sliced, "config", config)
-    return sliced

@@ -119,8 +119,9 @@ def compute_block_work(
 
 
 def cache_bytes_per_token(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Return the KV cache bytes of one token in one block."""
-    return checkpoint.family.cache_heads(checkpoint.config).bytes_per_token(dtype)
+    """Return the KV cache bytes of one token in one block, the largest if they differ."""
+    shapes = set(checkpoint.family.list_cache_heads(checkpoint.config))
+    return max(heads.bytes_per_token(dtype) for heads in shapes)
 
 
 def fit_blocks(

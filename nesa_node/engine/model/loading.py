@@ -23,8 +23,9 @@ from nesa_node.engine.kernels.linear import (
     replace_linear_layers,
 )
 from nesa_node.engine.kernels.threads import ThreadController
-from nesa_node.engine.model.blocks import ModelBlocks, slice_decoder
+from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.fused_decoder import FusedDecoder
+from nesa_node.engine.model.splice import AbsentModule, ModelEnds, slice_decoder
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.files import Progress
 from nesa_node.engine.weights.skeleton import EmptyModel, Skeleton
@@ -41,11 +42,14 @@ class Embedder:
         positions: nn.Embedding | None,
         norm: nn.Module | None,
         context_length: int,
+        ends: ModelEnds | None = None,
     ) -> None:
+        """`ends` stands for all but `tokens`, where the model's own code has to run."""
         self.token_embedding = tokens
         """Without projection, positions or norm."""
         self.context_length = context_length
         self._projection_in, self._positions, self._norm = projection_in, positions, norm
+        self._ends = ends
         self._weight = next(tokens.parameters())
 
     @property
@@ -72,7 +76,7 @@ class Embedder:
             raise ContextLengthError(f"{end} tokens; the model holds {self.context_length}")
         self._check_ids(ids_L)
         places_L = None
-        if self._positions is not None:
+        if self._positions is not None or self._ends is not None:
             places_L = torch.arange(position, end, device=self._weight.device)
         return self._embed(ids_L, places_L)
 
@@ -122,6 +126,10 @@ class Embedder:
 
         `positions_L` are on the model's device. In the caller's gradient mode.
         """
+        if self._ends is not None:
+            assert positions_L is not None
+            places_L = positions_L.expand(embeds_LD.shape[:-1]).flatten()
+            return self._ends.embed(embeds_LD.flatten(0, -2), places_L).view(embeds_LD.shape)
         hidden_LD = embeds_LD
         if self._projection_in is not None:
             hidden_LD = self._projection_in(hidden_LD)
@@ -137,13 +145,22 @@ class Head:
     """Final norm and LM head: the last block's output to logits in the model's dtype."""
 
     def __init__(
-        self, final: Sequence[nn.Module], lm_head: nn.Linear, *, softcap: float | None
+        self,
+        final: Sequence[nn.Module],
+        lm_head: nn.Linear,
+        *,
+        softcap: float | None,
+        ends: ModelEnds | None = None,
     ) -> None:
+        """`ends` stands for `final` and `softcap`, where the model's own code has to run."""
         self._final_modules = tuple(final)
         self._dtype, self._device = lm_head.weight.dtype, lm_head.weight.device
         self._lm_head = FastLinear(lm_head)
         self._softcap = softcap
         self._threads = ThreadController()
+        self._ends = ends
+        if ends is not None:
+            ends.model.set_output_embeddings(self._lm_head)
 
     @property
     def lm_head(self) -> nn.Linear:
@@ -161,6 +178,8 @@ class Head:
 
     def _norm(self, hidden_LD: Tensor) -> Tensor:
         hidden_LD = hidden_LD.to(device=self._device, dtype=self._dtype)
+        if self._ends is not None:
+            return self._ends.norm(hidden_LD)
         for module in self._final_modules:
             hidden_LD = module(hidden_LD)
         return hidden_LD
@@ -177,13 +196,13 @@ class Head:
 
     def logits_with_gradients(self, hidden_LD: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D], through which gradients reach the latter."""
+        if self._ends is not None:
+            hidden_ND = hidden_LD.to(device=self._device, dtype=self._dtype).flatten(0, -2)
+            return self._ends.compute_logits(hidden_ND).view(*hidden_LD.shape[:-1], -1)
         logits_LV: Tensor = self._lm_head(self._norm(hidden_LD))
         if self._softcap is not None:
             logits_LV = torch.tanh(logits_LV / self._softcap) * self._softcap
         return logits_LV
-
-
-LM_HEAD_PATH = "lm_head"
 
 
 class _ZeroPositions(nn.Module):
@@ -305,6 +324,14 @@ def detach_span(model: EmptyModel, span: Span, *, dtype: torch.dtype, device: to
     """
     family = model.family
     decoder: Any = slice_decoder(model.decoder, family.layers_name, span)
+    if family.tree is not None:
+        absent = AbsentModule(int(decoder.config.hidden_size), dtype=dtype, device=device)
+        for name in list(decoder._modules):
+            # Tables of rotary frequencies are for layers; everything else is before or after them.
+            if name != family.layers_name and "rotary" not in name and "rope" not in name:
+                decoder._modules[name] = absent
+        model.make_buffers(decoder, device)
+        return decoder
     for name in (family.embedding, family.projection_in):
         if name is not None:
             decoder._modules[name] = None
@@ -326,13 +353,18 @@ def embedder_and_head_names(skeleton: Skeleton) -> list[str]:
 
 def _embedder_names(skeleton: Skeleton) -> list[str]:
     family = skeleton.family
+    if family.tree is not None:
+        layers, head = f"{family.layers_path}.", f"{family.head}."
+        return [name for name in skeleton.tensor_names if not name.startswith((layers, head))]
     return skeleton.module_names(*(f"{family.decoder}.{name}" for name in family.input_modules))
 
 
 def _head_names(skeleton: Skeleton) -> list[str]:
     family = skeleton.family
+    if family.tree is not None:
+        return skeleton.module_names(family.head)
     final = (f"{family.decoder}.{name}" for name in family.final_modules)
-    return skeleton.module_names(*final, LM_HEAD_PATH)
+    return skeleton.module_names(*final, family.head)
 
 
 def load_embedder_and_head(
@@ -349,12 +381,20 @@ def load_embedder_and_head(
     device = torch.device(device)
     skeleton = Skeleton(checkpoint)
     family, decoder = skeleton.family, skeleton.decoder
-    skeleton.make_buffers(getattr(decoder, family.embedding), device)
+    ends = None if family.tree is None else ModelEnds(skeleton.model, family)
+    own = getattr(decoder, family.embedding) if ends is None else skeleton.model
+    skeleton.make_buffers(own, device)
     for names, task in (
         (_embedder_names(skeleton), "loading embeddings"),
         (_head_names(skeleton), "loading the head"),
     ):
         skeleton.load(names, dtype=dtype, device=device, task=task, progress=progress)
+    lm_head = skeleton.model.get_submodule(family.head)
+    assert isinstance(lm_head, nn.Linear)
+    if ends is not None:
+        skeleton.require_complete(skeleton.model)
+        tokens = skeleton.model.get_input_embeddings()
+        return _ends_as_parts(ends, tokens, lm_head, checkpoint.context_length)
 
     def find(name: str | None) -> Any:
         return None if name is None else getattr(decoder, name)
@@ -367,7 +407,19 @@ def load_embedder_and_head(
         context_length=checkpoint.context_length,
     )
     final = [module for module in map(find, family.final_modules) if module is not None]
-    lm_head = skeleton.model.get_submodule(LM_HEAD_PATH)
-    assert isinstance(lm_head, nn.Linear)
     softcap = getattr(checkpoint.config, "final_logit_softcapping", None)
     return embedder, Head(final, lm_head, softcap=softcap)
+
+
+def _ends_as_parts(
+    ends: ModelEnds, tokens: nn.Module, lm_head: nn.Linear, context_length: int
+) -> tuple[Embedder, Head]:
+    embedder = Embedder(
+        tokens,
+        projection_in=None,
+        positions=None,
+        norm=None,
+        context_length=context_length,
+        ends=ends,
+    )
+    return embedder, Head((), lm_head, softcap=None, ends=ends)

@@ -20,7 +20,6 @@ from nesa_node.engine.cache.pages import PAGE_TOKENS, pages_for
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint
-from nesa_node.engine.weights.families import get_family
 
 MAX_RUN_BYTES = 256 << 20
 """Weights that are in memory at once, where one block has no more."""
@@ -36,7 +35,7 @@ def split_runs(checkpoint: Checkpoint, span: Span, dtype: torch.dtype) -> Sequen
     """
     stored = sum(tensor.numel for tensor in checkpoint.tensors.values())
     block_bytes = stored * dtype.itemsize // checkpoint.num_blocks
-    family = get_family(checkpoint.config.model_type, name=checkpoint.name)
+    family = checkpoint.family
     count = 1 if family.router is not None else max(MAX_RUN_BYTES // block_bytes, 1)
     starts = range(span.start, span.end, count)
     return [Span(start, min(start + count, span.end)) for start in starts]
@@ -74,16 +73,30 @@ def _ties_of_routers(checkpoint: Checkpoint, blocks: ModelBlocks) -> Iterator[li
     ties: list[Tensor] = []
     with ExitStack() as stack:
         for router in blocks.routers():
-            taken = int(checkpoint.config.num_experts_per_tok)
+            taken = _experts_per_token(checkpoint)
             hook = router.register_forward_hook(partial(_note_ties, ties, taken))
             stack.callback(hook.remove)
         yield ties
 
 
+def _experts_per_token(checkpoint: Checkpoint) -> int | None:
+    """How many experts a router takes; None if not those with the largest of its first output."""
+    taken = getattr(checkpoint.config, "num_experts_per_tok", None)
+    return taken if checkpoint.family.reads_router and isinstance(taken, int) else None
+
+
 def _note_ties(
-    ties: list[Tensor], taken: int, _: nn.Module, __: object, output: tuple[Tensor, ...]
+    ties: list[Tensor],
+    taken: int | None,
+    _: nn.Module,
+    inputs: tuple[Tensor, ...],
+    output: tuple[Tensor, ...],
 ) -> None:
-    """Forward hook of a router."""
+    """Forward hook of a router; without `taken` each of its tokens counts as undecided."""
+    if taken is None:
+        tokens = inputs[0].numel() // inputs[0].shape[-1]
+        ties.append(torch.ones(tokens, dtype=torch.bool))
+        return
     logits_TE = output[0]
     closeness = ROUTER_CLOSENESS * torch.finfo(logits_TE.dtype).eps / torch.finfo(torch.float32).eps
     logits_TE = logits_TE.to("cpu", torch.float32)

@@ -24,7 +24,7 @@ from nesa_node.engine.kernels.machine_code import copy_to_huge_pages
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.loading import detach_served_span, finish_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint, LocalCheckpoint
-from nesa_node.engine.weights.families import read_config_text
+from nesa_node.engine.weights.families import FAMILIES, read_config_text
 from nesa_node.engine.weights.skeleton import EmptyModel, Skeleton, assign
 
 _VOCABULARY = 8
@@ -52,9 +52,14 @@ _SECRET_KEYS = (
 def make_shard_config(checkpoint: Checkpoint, span: Span) -> bytes:
     """JSON of a config with the blocks `span` only. It tells what a layer is, and of no other one.
 
-    Raises `UnsupportedModelError` for a model whose layers compute with their place.
+    Raises `UnsupportedModelError` for a model whose layers compute with their place, or may do so.
     """
     config: Any = copy.deepcopy(checkpoint.config)
+    if checkpoint.family.tree is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.name} is a {config.model_type}, whose layers may compute with their "
+            f"place, which a shard hides; those of {', '.join(FAMILIES)} do not"
+        )
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         raise UnsupportedModelError(
             f"{checkpoint.name} scales attention by the place of a layer, which a shard hides"
@@ -105,6 +110,8 @@ class ShardLoader:
             # Compile while the weights arrive; the result is cached for `Linear`.
             Thread(target=load_gemv, args=(dtype,), daemon=True).start()
         parsed = read_config_text(config, name="a shard")
+        if parsed.model_type not in FAMILIES:
+            raise UnsupportedModelError(f"shards of {parsed.model_type} models are not held")
         self.checkpoint = LocalCheckpoint("a shard", Path(), parsed, {})
         if self.checkpoint.num_blocks != blocks:
             raise UnsupportedModelError(
@@ -131,8 +138,8 @@ class ShardLoader:
         ]
         self.buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in buffers)
         """Of what is computed by the config."""
-        heads = self.checkpoint.family.cache_heads(self.checkpoint.config)
-        self.cache_bytes_per_token = heads.bytes_per_token(dtype) * blocks
+        heads = self.checkpoint.family.list_cache_heads(self.checkpoint.config)
+        self.cache_bytes_per_token = sum(each.bytes_per_token(dtype) for each in heads)
 
     def begin(self) -> None:
         """Take memory for what is not sent, and for the first tensor."""

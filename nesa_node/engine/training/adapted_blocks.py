@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
-from nesa_node.engine.model.blocks import ModelBlocks, slice_decoder
+from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.loading import detach_span
+from nesa_node.engine.model.splice import run_decoder, slice_decoder
 from nesa_node.engine.training.adapters import (
     BlockAdapter,
     BottleneckConfig,
@@ -38,7 +39,8 @@ from nesa_node.engine.training.training_spec import TrainingSpec
 from nesa_node.engine.training.training_state import Partition
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.families import ModelFamily
-from nesa_node.engine.weights.skeleton import Skeleton, initializer_lock
+from nesa_node.engine.weights.model_tree import initializer_lock
+from nesa_node.engine.weights.skeleton import Skeleton
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -112,6 +114,7 @@ class AdaptedBlocks:
         self._edges: dict[int, BlockAdapter] = {}
         skeleton = Skeleton(checkpoint)
         family = skeleton.family
+        self._family = family
         self._separates_texts = family.separates_texts
         decoder = detach_span(skeleton, self.span, dtype=self.dtype, device=self.device)
         for name, child in decoder.named_children():
@@ -198,10 +201,10 @@ class AdaptedBlocks:
             if len(sizes) > 1:
                 texts = torch.split(hidden_RLD, sizes, 1)
                 places = torch.split(positions_RL, sizes, 1)
-                outputs = map(partial(_run_decoder, decoder), texts, places)
+                outputs = map(partial(self._run_decoder, decoder), texts, places)
                 output_RLD = torch.cat(list(outputs), 1)
             else:
-                output_RLD = _run_decoder(decoder, hidden_RLD, positions_RL, mask_RL)
+                output_RLD = self._run_decoder(decoder, hidden_RLD, positions_RL, mask_RL)
             return output_RLD if edge is None else edge.change_output(output_RLD)
 
     def _positions(self, hidden_RLD: Tensor, batch: MicroBatch) -> Tensor:
@@ -209,17 +212,21 @@ class AdaptedBlocks:
             return batch.positions_RL.to(self.device)
         return torch.arange(hidden_RLD.shape[1], device=self.device).unsqueeze(0)
 
-
-def _run_decoder(
-    decoder: Any, hidden_RLD: Tensor, positions_RL: Tensor, mask_RL: Tensor | None = None
-) -> Tensor:
-    output_RLD: Tensor = decoder(
-        inputs_embeds=hidden_RLD,
-        attention_mask=mask_RL,
-        position_ids=positions_RL,
-        use_cache=False,
-    ).last_hidden_state
-    return output_RLD
+    def _run_decoder(
+        self,
+        decoder: Any,
+        hidden_RLD: Tensor,
+        positions_RL: Tensor,
+        mask_RL: Tensor | None = None,
+    ) -> Tensor:
+        return run_decoder(
+            decoder,
+            self._family,
+            hidden_RLD,
+            attention_mask=mask_RL,
+            position_ids=positions_RL,
+            use_cache=False,
+        )
 
 
 def find_served_modules(checkpoint: Checkpoint) -> list[str] | None:

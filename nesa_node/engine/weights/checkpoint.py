@@ -24,11 +24,9 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import ModelId
 from nesa_node.engine.weights.families import (
     DTYPES,
-    FAMILIES,
     ModelFamily,
     get_context_length,
     parse_dtype,
-    read_config,
     read_raw_config,
 )
 from nesa_node.engine.weights.files import (
@@ -41,6 +39,7 @@ from nesa_node.engine.weights.files import (
     read_tensor,
     read_window,
 )
+from nesa_node.engine.weights.language_models import find_family, read_language_config
 from nesa_node.engine.weights.pipeline_folder import is_pipeline, read_pipeline_index
 
 WINDOW_BYTES = 256
@@ -74,7 +73,7 @@ def hash_tensor(tensor: Tensor) -> bytes:
 
 
 class ReadConfig(Protocol):
-    """`read_config`, or a like function for more models."""
+    """`read_language_config`, or a like function for more models."""
 
     def __call__(self, folder: Path, *, name: str) -> PreTrainedConfig: ...
 
@@ -99,10 +98,14 @@ class Checkpoint(ABC):
     tensors: dict[str, TensorInfo]
     read_digests: dict[str, bytes] | None = field(default=None, init=False)
     """If given, `read` puts the `hash_tensor` of each tensor there as it was read."""
+    _family: ModelFamily | None = field(default=None, init=False)
 
     @property
     def family(self) -> ModelFamily:
-        return FAMILIES[self.config.model_type]
+        """Raises `UnsupportedModelError` as `find_family` does."""
+        if self._family is None:
+            self._family = find_family(self.config)
+        return self._family
 
     @property
     def num_blocks(self) -> int:
@@ -180,7 +183,7 @@ class LocalCheckpoint(Checkpoint):
         return sample_digests(self.folder, self.tensors)
 
 
-def open_folder(folder: Path, read: ReadConfig = read_config) -> LocalCheckpoint:
+def open_folder(folder: Path, read: ReadConfig = read_language_config) -> LocalCheckpoint:
     folder = folder.resolve()
     config = read(folder, name=folder.name)
     present = {str(path.relative_to(folder)) for path in _list_files(folder)}

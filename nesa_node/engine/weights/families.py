@@ -1,8 +1,9 @@
-"""Table of the supported model families: where each keeps its layers, embedding and head.
+"""What the engine has to know of a model family: where it keeps its layers, embedding and head.
 
 A family's decoder runs a span with its own forward: masks, rotary tables and ALiBi stay
 transformers'. Families differ in the names of the layers and of the modules before and after them,
-which a span does without.
+which a span does without. The table has those that something was written for; of other models of
+transformers, `model_tree.py` reads it from the module tree.
 
 Reader of a model's config that never runs the model's code.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nesa_node.core.errors import (
     ConfigError,
@@ -30,21 +32,30 @@ from nesa_node.engine.weights.pipeline_folder import is_pipeline, read_pipeline_
 
 @dataclass(frozen=True, slots=True)
 class CacheHeads:
-    """Shape of the KV cache per token and layer: a key and a value of `count * dim` elements.
+    """Shape of the KV cache per token and layer: a key and a value of `num_kv_heads * head_dim`.
 
     `repeats` > 1: the model repeats every head that many times in a row; one copy is stored.
+    `values`: heads and size of the values where they have a shape of their own, as in multi-head
+    latent attention, which caches a latent vector as key and the rotated part of all keys as value.
     """
 
     num_kv_heads: int
     head_dim: int
     repeats: int = 1
+    values: tuple[int, int] | None = None
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and their size, of a token's key and of its value."""
+        keys = (self.num_kv_heads, self.head_dim)
+        return keys, self.values or keys
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return 2 x head_dim x n_kv_heads x bytes per item: the cache of a token in one block.
 
         Nesa paper, eq. 4, corrected: the paper counts query heads and the whole model's blocks.
         """
-        return 2 * self.head_dim * self.num_kv_heads * dtype.itemsize
+        return sum(heads * dim for heads, dim in self.shapes) * dtype.itemsize
 
 
 def _grouped_query_heads(config: Any) -> CacheHeads:
@@ -58,6 +69,20 @@ def _falcon_heads(config: Any) -> CacheHeads:
     if config.new_decoder_architecture:
         return CacheHeads(config.num_kv_heads, dim, repeats=heads // config.num_kv_heads)
     return CacheHeads(1 if config.multi_query else config.num_kv_heads, dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTree:
+    """What `model_tree.py` read from a model, whose ends run as transformers wrote them.
+
+    Such a model's client runs the causal LM without its layers, and a node the decoder with what
+    comes before and after the layers left out (`splice.py`).
+    """
+
+    cache_heads: tuple[CacheHeads, ...]
+    """Of each block."""
+    output_length: int
+    """Of the tuple that a layer returns; 0 if it returns the hidden states themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +102,16 @@ class ModelFamily:
     embedding_norm: str | None = None
     final_modules: tuple[str, ...] = ("norm",)
     cache_heads: Callable[[Any], CacheHeads] = _grouped_query_heads
+    """Shape of the cache, where that of all blocks is alike."""
+    head: str = "lm_head"
+    """Path of the head in the causal LM."""
+    tree: ModelTree | None = None
+    """What was read from the module tree; None for a family of the table."""
     router: str | None = None
     """Of a mixture of experts: the module in a layer whose first output is each token's logits of
     all experts, of which it takes `num_experts_per_tok`."""
+    reads_router: bool = True
+    """Those with the largest logits are the experts that it takes."""
     packs_rows: bool = True
     """Attention uses transformers' interface, so rows can be packed; else rows run one by one."""
     separates_texts: bool = True
@@ -100,8 +132,15 @@ class ModelFamily:
     def layers_path(self) -> str:
         return f"{self.decoder}.{self.layers_name}"
 
+    def list_cache_heads(self, config: Any) -> tuple[CacheHeads, ...]:
+        """Return the shape of the cache in each of the model's blocks."""
+        if self.tree is not None:
+            return self.tree.cache_heads
+        return (self.cache_heads(config),) * int(config.num_hidden_layers)
+
 
 MAX_CONTEXT_LENGTH = 2**31 - 1
+_CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "seq_length", "max_seq_len")
 FAMILIES: Mapping[str, ModelFamily] = {
     "llama": ModelFamily("Llama", has_llama_layers=True),
     "mistral": ModelFamily("Mistral", has_llama_layers=True),
@@ -158,23 +197,33 @@ FAMILIES: Mapping[str, ModelFamily] = {
 
 
 def format_family_titles() -> str:
-    return ", ".join(family.title for family in FAMILIES.values())
+    named = ", ".join(family.title for family in FAMILIES.values())
+    return f"{named}, and other stacks of decoder layers, which docs/models.md lists"
 
 
-def get_family(model_type: object, *, name: str) -> ModelFamily:
-    """Return the family of a config's `model_type`. Raises `UnsupportedModelError`."""
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
+CAUSAL_TYPES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Those of transformers, before anything is registered beside them, such as clients' models."""
+
+
+def is_known_type(model_type: object) -> bool:
+    """Whether transformers has a causal LM of this type. Its config may still be refused."""
+    known = isinstance(model_type, str)
+    return known and (model_type in FAMILIES or model_type in CAUSAL_TYPES)
+
+
+def require_known_type(model_type: object, *, name: str) -> None:
+    """Raises `UnsupportedModelError` for a type of which transformers has no causal LM."""
+    if not is_known_type(model_type):
         raise UnsupportedModelError(
             f"{name} is a {model_type or 'model of unknown type'}, which cannot be served. "
             f"These families can: {format_family_titles()}"
         )
-    return family
 
 
-def require_servable(family: ModelFamily, config: Any, *, name: str) -> None:
-    """Raises `UnsupportedModelError` for a model of the family that is no causal decoder."""
-    for key, value in (family.unsupported_settings or {}).items():
+def require_servable(config: Any, *, name: str) -> None:
+    """Raises `UnsupportedModelError` for a model of a family that is no causal decoder."""
+    family = FAMILIES.get(config.model_type)
+    for key, value in ((family and family.unsupported_settings) or {}).items():
         if getattr(config, key, None) == value:
             raise UnsupportedModelError(f"{name} sets {key}={value!r}, which cannot be served")
     if getattr(config, "is_encoder_decoder", False):
@@ -189,11 +238,8 @@ def get_context_length(family: ModelFamily, config: Any) -> int:
     the cache, which a chain of nodes cannot. There the limit is the original length. Raises
     `UnsupportedModelError` where the config states no valid limit.
     """
-    limits = [
-        getattr(config, "max_position_embeddings", None)
-        or getattr(config, "seq_length", None)
-        or family.default_context_length
-    ]
+    stated = (getattr(config, key, None) for key in _CONTEXT_LENGTH_KEYS)
+    limits = [next(filter(None, stated), None) or family.default_context_length]
     rope = getattr(config, "rope_parameters", None) or {}
     limits += [
         parameters.get("original_max_position_embeddings")
@@ -212,7 +258,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 MAX_BLOCKS = 1024
 MAX_LABELS = 10_000
+MAX_EXPERTS = 4096
 _NUM_BLOCKS_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_SIZE_SUFFIXES = ("_size", "_dim", "_rank", "_capacity")
+"""Of settings that are sizes of tensors, from which transformers builds no lists."""
 
 
 def read_raw_config(folder: Path, *, name: str) -> dict[str, Any]:
@@ -270,31 +319,11 @@ def _check_config(
             f"{name} needs its own Python code (auto_map), which is never run. "
             f"These families can be served: {format_family_titles()}"
         )
-    family = get_family(raw.get("model_type"), name=name)
+    require_known_type(raw.get("model_type"), name=name)
     check_counts(raw, path)
     config = parse()
-    require_servable(family, config, name=name)
+    require_servable(config, name=name)
     return config
-
-
-def is_language_model(folder: Path, *, name: str) -> bool:
-    """Whether a checkpoint is, by its config, a causal decoder of a family in `FAMILIES`.
-
-    Its config may name no architecture, or the model without a head; a model with a head for
-    something else is none. Raises as `read_raw_config` does.
-    """
-    raw = read_raw_config(folder, name=name)
-    kind, named = raw.get("model_type"), raw.get("architectures")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        return False
-    name_of_class = str(named[0]) if isinstance(named, list) and named else ""
-    return "For" not in name_of_class or "ForCausalLM" in name_of_class
-
-
-def read_any_config(folder: Path, *, name: str) -> PreTrainedConfig:
-    """Return the config of a language model as `read_config` does, else of a network."""
-    read = read_config if is_language_model(folder, name=name) else read_network_config
-    return read(folder, name=name)
 
 
 def read_network_config(folder: Path, *, name: str) -> PreTrainedConfig:
@@ -355,7 +384,9 @@ def check_counts(raw: Mapping[str, object], path: Path) -> None:
 
     A config of fifty bytes may ask for a billion labels.
     """
-    for key, most in (("num_labels", MAX_LABELS), *((key, MAX_BLOCKS) for key in _NUM_BLOCKS_KEYS)):
+    limits = {"num_labels": MAX_LABELS} | dict.fromkeys(_NUM_BLOCKS_KEYS, MAX_BLOCKS)
+    counts = (key for key in raw if "expert" in key and not key.endswith(_SIZE_SUFFIXES))
+    for key, most in (dict.fromkeys(counts, MAX_EXPERTS) | limits).items():
         value = raw.get(key)
         if isinstance(value, int | float) and not 0 <= value <= most:
             raise CorruptCheckpointError(f"{path}: {key} is {value}, which is not 0 to {most}")

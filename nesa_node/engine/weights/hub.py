@@ -44,7 +44,6 @@ from nesa_node.engine.weights.checkpoint import (
     find_weights,
     open_folder,
 )
-from nesa_node.engine.weights.families import read_config
 from nesa_node.engine.weights.files import (
     DIFFUSION_INDEX_FILE,
     INDEX_FILE,
@@ -55,6 +54,7 @@ from nesa_node.engine.weights.files import (
     parse_header,
     read_header,
 )
+from nesa_node.engine.weights.language_models import read_language_config
 from nesa_node.engine.weights.pipeline_folder import (
     PIPELINE_INDEX,
     is_pipeline,
@@ -302,7 +302,7 @@ def open_checkpoint(
     evicts: bool = False,
     max_model_bytes: int | None = None,
     endpoint: str | None = None,
-    read: ReadConfig = read_config,
+    read: ReadConfig = read_language_config,
 ) -> Checkpoint:
     """Open a local folder, without a `revision` the folder of that name under `cache_dir`, or a hub
     repository by name (its config and headers only).
@@ -386,7 +386,7 @@ def open_hub(
     evicts: bool = False,
     max_model_bytes: int | None = None,
     endpoint: str | None = None,
-    read: ReadConfig = read_config,
+    read: ReadConfig = read_language_config,
 ) -> HubCheckpoint:
     """Open a hub repository by name: its config and the headers of its weight files.
 

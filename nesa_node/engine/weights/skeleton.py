@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers import initialization as init
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -39,6 +37,7 @@ from nesa_node.engine.kernels.quantized_linear import (
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.families import ModelFamily
 from nesa_node.engine.weights.files import Progress
+from nesa_node.engine.weights.model_tree import make_empty_model
 
 
 def is_expert_stacking(converter: WeightConverter) -> bool:
@@ -94,13 +93,6 @@ class TensorSource:
 
     names: list[tuple[str, str]] = field(default_factory=list)
     converter: WeightConverter | None = None
-
-
-_AUTO: Any = AutoModelForCausalLM
-initializer_lock = threading.Lock()
-"""Guards torch's initializers, which `no_init_weights` patches for all threads. Of two threads
-inside it, the second to leave would restore the first one's patches for good; and a thread that
-initializes weights meanwhile would find that nothing does so."""
 
 
 class ModelTensors:
@@ -346,17 +338,17 @@ def _find_models(model: nn.Module) -> dict[str, PreTrainedModel]:
     return {f"{name}.": child for name, child in children if isinstance(child, PreTrainedModel)}
 
 
+MAX_BUFFER_BYTES = 1 << 30
+"""Of one module's tables that no checkpoint holds: a config alone says how large they are."""
+
+
 class EmptyModel:
     """Causal LM of a checkpoint's config on the meta device. No tensor of it is named here."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self.family: ModelFamily = checkpoint.family
-        # Building a model changes its config.
-        config = copy.deepcopy(checkpoint.config)
-        with initializer_lock, torch.device("meta"), init.no_init_weights():
-            self.model: Any = _AUTO.from_config(config, trust_remote_code=False)
-        self.model.eval()
+        self.model: Any = make_empty_model(checkpoint.config)
 
     @property
     def decoder(self) -> Any:
@@ -366,7 +358,8 @@ class EmptyModel:
         """Compute the buffers of `root` that no checkpoint holds (rotary frequencies, scales).
 
         Call it before `load`, since transformers' initialization also resets a module's weights.
-        Raises `UnsupportedModelError` if transformers leaves one of them unset.
+        Raises `UnsupportedModelError` if transformers leaves one of them unset, and for more than
+        `MAX_BUFFER_BYTES` in one module.
         """
         for module in iterate_modules(root):
             fresh = {
@@ -376,20 +369,39 @@ class EmptyModel:
                 and buffer is not None
                 and buffer.is_meta
             }
-            for name, buffer in fresh.items():
-                if not buffer.is_floating_point():
-                    raise UnsupportedModelError(
-                        "models with integer buffers outside the checkpoint cannot be served"
-                    )
-                module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
-            if fresh:
-                self.model._init_weights(module)
+            if not fresh:
+                continue
+            if sum(buffer.nbytes for buffer in fresh.values()) > MAX_BUFFER_BYTES:
+                raise UnsupportedModelError(
+                    f"{self.checkpoint.name}: tables of {type(module).__name__} would take more "
+                    f"than {MAX_BUFFER_BYTES >> 20} MiB"
+                )
+            # What is left as it was, from one of two beginnings, has no initialization.
+            first = self._initialize(module, fresh, (torch.nan, 0), device)
+            second = self._initialize(module, fresh, (torch.nan, 1), device)
             for name in fresh:
-                if not bool(torch.isfinite(getattr(module, name)).all()):
+                made = second[name]
+                if not (bool(torch.isfinite(made).all()) and torch.equal(first[name], made)):
                     raise UnsupportedModelError(
                         f"{self.checkpoint.name}: transformers has no initialization of "
                         f"{type(module).__name__}.{name}, so that the model cannot be served"
                     )
+
+    def _initialize(
+        self,
+        module: nn.Module,
+        fresh: Mapping[str, Tensor],
+        fills: tuple[float, int],
+        device: torch.device,
+    ) -> dict[str, Tensor]:
+        """Let transformers initialize a module's buffers, which begin as floats or other numbers
+        of `fills`; returns them.
+        """
+        for name, buffer in fresh.items():
+            fill = fills[not buffer.is_floating_point()]
+            module._buffers[name] = torch.full_like(buffer, fill, device=device)
+        self.model._init_weights(module)
+        return {name: getattr(module, name) for name in fresh}
 
     def require_complete(self, root: nn.Module) -> None:
         """Assert that every parameter and buffer of `root` has a value."""

@@ -18,7 +18,7 @@ import msgspec
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nesa_node.core.errors import ModelNotFoundError, UnsupportedModelError
-from nesa_node.engine.weights.families import FAMILIES
+from nesa_node.engine.weights.families import is_known_type
 from nesa_node.engine.weights.files import (
     check_side_files,
     convert_parse_errors,
@@ -394,7 +394,7 @@ def load_discovered_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     with convert_parse_errors(what), TemporaryDirectory(prefix="nesa-tokenizer-") as checked:
         (Path(checked) / "tokenizer.json").write_bytes(content)
         (Path(checked) / "tokenizer_config.json").write_text(json.dumps(config))
-        if isinstance(model_type, str) and model_type in FAMILIES:
+        if is_known_type(model_type):
             (Path(checked) / "config.json").write_text(json.dumps({"model_type": model_type}))
         if (template := folder / _TEMPLATE_FILE).is_file():
             (Path(checked) / _TEMPLATE_FILE).write_bytes(template.read_bytes())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from nesa_node.core.ids import Span
-from nesa_node.engine.model.blocks import slice_decoder
+from nesa_node.engine.model.splice import slice_decoder
 
 
 class PublicModel:

@@ -14,12 +14,9 @@ from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.devices import choose_device
 from nesa_node.engine.weights.checkpoint import compute_model_id
-from nesa_node.engine.weights.families import (
-    is_language_model,
-    read_any_config,
-    read_network_config,
-)
+from nesa_node.engine.weights.families import read_network_config
 from nesa_node.engine.weights.hub import open_checkpoint
+from nesa_node.engine.weights.language_models import is_language_model, read_any_config
 from nesa_node.server.graphs.graph_model import GraphModel, open_graph_model
 from nesa_node.server.node.announcer import Announcer
 from nesa_node.server.node.node_model import DecoderModel, NodeModel

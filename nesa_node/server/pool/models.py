@@ -23,8 +23,8 @@ from nesa_node.engine.model.devices import (
 )
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.demo_model import DEMO_MODEL_NAME, demo_model_path
-from nesa_node.engine.weights.families import is_language_model, read_any_config
 from nesa_node.engine.weights.hub import find_cached_folder, open_checkpoint
+from nesa_node.engine.weights.language_models import is_language_model, read_any_config
 from nesa_node.engine.weights.skeleton import Skeleton
 from nesa_node.routing.placement.building import ModelShape
 from nesa_node.server.graphs.graph_model import make_network

@@ -16,7 +16,7 @@ from typing import Any
 from nesa_node.core.errors import ConfigError, UnsupportedModelError
 from nesa_node.core.settings.declaration import gib_to_bytes
 from nesa_node.core.settings.models import NodeConfig
-from nesa_node.engine.weights.families import FAMILIES
+from nesa_node.engine.weights.families import FAMILIES, is_known_type
 from nesa_node.server.pool.models import block_tensors, open_pool_model
 from nesa_node.swarm.dht.pool_notices import AssignedSpan
 
@@ -40,10 +40,11 @@ class OperatorTerms:
         It raises `OSError` where that is not known, and is needed with `pool_gpu_share` only.
         Raises `ConfigError` for a family that no node can serve.
         """
-        unknown = [name for name in config.pool_families if name not in FAMILIES]
+        unknown = [name for name in config.pool_families if not is_known_type(name)]
         if unknown:
             raise ConfigError(
-                f"--pool-families {unknown[0]}: no such family; there are {', '.join(FAMILIES)}"
+                f"--pool-families {unknown[0]}: no such family; there are {', '.join(FAMILIES)}, "
+                "and those of docs/models.md"
             )
         self._config = config
         self._read_gpu_share = read_gpu_share

@@ -166,12 +166,12 @@ class TransferReceiver:
         if pages.row >= len(self._state.tables):
             raise ProtocolError("bad_rows", f"row {pages.row} does not exist")
         table, blocks = self._state.tables[pages.row], self._state.blocks
-        heads, count = table.pool.heads, (pages.tensor.shape or (0, 0))[1:2]
-        shape = (2 * len(blocks.span), *count, heads.num_kv_heads, heads.head_dim)
+        count = (*pages.tensor.shape, 0, 0)[1]
+        shape = table.pool.export_shape(count, blocks.span)
         dtype = tensors.DTYPE_NAMES[blocks.dtype]
         found = (pages.tensor.dtype, pages.tensor.shape, pages.tensor.codec)
         # An empty message would still take a turn of the device's thread.
-        if found != (dtype, shape, UNCOMPRESSED) or count[0] < 1:
+        if found != (dtype, shape, UNCOMPRESSED) or count < 1:
             raise ProtocolError(
                 "bad_tensor",
                 f"expected {dtype}{list(shape)}, got {pages.tensor.dtype}"

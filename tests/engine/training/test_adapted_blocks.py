@@ -36,7 +36,7 @@ from nesa_node.engine.training.adapters import (
     OptimizerConfig,
 )
 from nesa_node.engine.training.training_spec import TrainingSpec
-from nesa_node.engine.weights.skeleton import initializer_lock
+from nesa_node.engine.weights.model_tree import initializer_lock
 from tests.engine.chained import Chain, Run, distance, open_local
 from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_model
 
@@ -48,6 +48,8 @@ PEFT_WARNINGS = [
 ]
 pytestmark = PEFT_WARNINGS
 SEED = 5
+FROM_TREE = "granite"
+"""A type that is in no table, and scales in its decoder what a block gets from the client."""
 _FEED_FORWARD = ["down_proj", "dense_4h_to_h", "fc2", "mlp.c_proj"]
 _KEYS = ["k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"]
 CONFIGS: dict[str, Any] = {
@@ -152,7 +154,7 @@ def dequantized_copy(folder: Path, quant_type: QuantType, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, FROM_TREE])
 @pytest.mark.parametrize("kind", ["lora", "ia3"])
 def test_gradients_are_those_of_peft(
     family: str, kind: str, models_dir: Path, tmp_path: Path
@@ -168,7 +170,7 @@ def test_gradients_are_those_of_peft(
         assert distance(found[name], value) < 1e-5, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, FROM_TREE])
 def test_gradients_of_the_weights_themselves(family: str, models_dir: Path, tmp_path: Path) -> None:
     folder = remove_dropout(save_tiny_model(family, models_dir), tmp_path)
     ids_RL = make_batch()

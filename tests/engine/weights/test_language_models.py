@@ -11,7 +11,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from nesa_node.engine.weights.families import FAMILIES, is_language_model
+from nesa_node.engine.weights.families import FAMILIES
+from nesa_node.engine.weights.language_models import is_language_model
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
