@@ -123,6 +123,11 @@ class InferenceSession:
         return self._blocks.failovers
 
     @property
+    def num_decoding(self) -> int:
+        """Most sessions that decoded at a node of the last step, this one included; 0: unknown."""
+        return self._blocks.num_decoding
+
+    @property
     def drawn_audits(self) -> DrawnAudits:
         """What is audited of the closed session; before it is closed, nothing is told."""
         return self._blocks.drawn_audits

@@ -65,6 +65,10 @@ class LayeredSession:
         return tuple(loss for layer in self._layers for loss in layer.failovers)
 
     @property
+    def num_decoding(self) -> int:
+        return max(layer.num_decoding for layer in self._layers)
+
+    @property
     def drawn_audits(self) -> DrawnAudits:
         return sum((layer.drawn_audits for layer in self._layers), DrawnAudits())
 
@@ -290,6 +294,7 @@ class LocalSession:
 
     codecs = ()
     failovers = ()
+    num_decoding = 0
     drawn_audits = DrawnAudits()
     noisy_vectors = None
 

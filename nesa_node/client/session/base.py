@@ -229,6 +229,11 @@ class BlockSession(Protocol):
         return ()
 
     @property
+    def num_decoding(self) -> int:
+        """Most sessions that decoded at a node of the last step, this one included; 0: unknown."""
+        return 0
+
+    @property
     def drawn_audits(self) -> DrawnAudits:
         """What is audited of a closed session; of an open one it is not told."""
         return DrawnAudits()

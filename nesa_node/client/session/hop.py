@@ -26,6 +26,7 @@ from nesa_node.swarm.p2p.tasks import TaskSet
 from nesa_node.swarm.protocol.any_message import AnyMessage
 from nesa_node.swarm.protocol.link_encoder import HiddenStatesSpec, LinkEncoder, report_arrival
 from nesa_node.swarm.protocol.messages import (
+    EARLY_STEPS_SINCE,
     Busy,
     Close,
     Downstream,
@@ -168,6 +169,8 @@ class HopLink:
         self._budget = budget
         self._on_change = on_change
         self._pending_answer: asyncio.Future[AnyMessage] | None = None
+        self._rollbacks: set[int] = set()
+        """Epochs begun by `send_rollback` that the node has not confirmed."""
         self._hand_over_result: asyncio.Future[HandedOver | ErrorMessage] | None = None
         self._disclosed: list[tuple[Disclosed, bytearray]] = []
         self._undisclosed_tokens = 0
@@ -241,6 +244,20 @@ class HopLink:
         if not isinstance(answer, expected) or answer.epoch != message.epoch:
             raise self._fail_unexpected(answer)
 
+    async def send_rollback(self, message: Rollback) -> None:
+        """Send a rollback; steps of its epoch may follow at once.
+
+        A refusal fails the link on arrival. Raises `PeerUnreachableError`.
+        """
+        self._raise_if_lost()
+        self._rollbacks.add(message.epoch)
+        try:
+            async with peer_timeout(self._stream.peer, LINK_TIMEOUT_S, "reading rollback"):
+                await self._stream.send(message)
+        except (StreamClosedError, PeerUnreachableError) as error:
+            self.fail(str(error))
+            raise PeerUnreachableError(str(error)) from error
+
     async def hand_over(self, to: HopLink) -> tuple[int, ...]:
         """Let the node copy its cache to `to`; return the tokens per row that `to` then holds.
 
@@ -260,6 +277,11 @@ class HopLink:
         if isinstance(answer, ErrorMessage):
             raise RemoteError(answer.code, answer.message)
         return answer.lengths
+
+    @property
+    def takes_early_steps(self) -> bool:
+        """Whether the node waits with a pushed step of an epoch that has not begun there."""
+        return self.opened is not None and self.opened.version >= EARLY_STEPS_SINCE
 
     @property
     def is_sealed(self) -> bool:
@@ -429,6 +451,10 @@ class HopLink:
                 handed = self._hand_over_result
                 if handed is not None and not handed.done():
                     handed.set_result(message)
+            case RolledBack() if message.epoch in self._rollbacks:
+                self._rollbacks.discard(message.epoch)
+            case ErrorMessage(answers="rollback") if self._rollbacks:
+                self.fail(f"{self._stream.peer} refused to roll back: {message.code}")
             case ErrorMessage(answers="step"):
                 # The step was valid when it was sent: the refusal is the node's fault.
                 self.fail(f"{self._stream.peer} refused a step: {message.code}, {message.message}")

@@ -77,6 +77,10 @@ class NoisySession(BlockSession):
         return self._session.failovers
 
     @property
+    def num_decoding(self) -> int:
+        return self._session.num_decoding
+
+    @property
     def drawn_audits(self) -> DrawnAudits:
         return self._session.drawn_audits
 

@@ -155,7 +155,11 @@ class SessionRoute:
         self.search.stop()
 
     async def rollback(self, lengths: Sequence[int]) -> None:
-        """Truncate every node's cache. Raises `PeerUnreachableError` or `RemoteError`."""
+        """Truncate every node's cache. Steps may follow at once: no answer is waited for.
+
+        Nodes of protocol 1.9 or older are waited for in a chain, where a step could reach one of
+        them before its rollback does. Raises `PeerUnreachableError` or `RemoteError`.
+        """
         self.epoch += 1
         self.prefix_start.truncate(lengths)
         self.successors.truncate(lengths)
@@ -164,7 +168,12 @@ class SessionRoute:
                 min(each) for each in zip(link.start_lengths, lengths, strict=True)
             ]
         message = Rollback(epoch=self.epoch, lengths=tuple(lengths))
-        await self._start_epoch(message, "the nodes to roll back")
+        if self._request.is_chain and not all(link.takes_early_steps for link in self.links[1:]):
+            return await self._start_epoch(message, "the nodes to roll back")
+        sent = [link.send_rollback(message) for link in self.links]
+        for result in await asyncio.gather(*sent, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     async def reorder(self, sources: Sequence[int]) -> None:
         """Let each row continue as a copy of row `sources[row]` at every node.

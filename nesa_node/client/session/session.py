@@ -161,6 +161,11 @@ class RemoteSession:
         return tuple(self._failovers)
 
     @property
+    def num_decoding(self) -> int:
+        """See `BlockSession.num_decoding`."""
+        return self._pipeline.num_decoding
+
+    @property
     def drawn_audits(self) -> DrawnAudits:
         return self._drawn_audits
 

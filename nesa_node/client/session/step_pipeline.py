@@ -118,6 +118,8 @@ class StepPipeline:
         self.output_codecs: tuple[str, ...] = ()
         """Codecs of the last output on its way, stream by stream; empty if uncompressed throughout.
         """
+        self.num_decoding = 0
+        """Most sessions that decoded at a node of the last step, this one included; 0: unknown."""
 
     async def send_step(self, link: HopLink, kept: SentStep) -> None:
         """Send one step. Raises `PeerUnreachableError`."""
@@ -149,6 +151,7 @@ class StepPipeline:
         """
         # Lazily: each step is compressed just before it is sent, while earlier ones are in flight.
         self.suspicion.keep_only(self._route.links)
+        self.num_decoding = 0
         self._stalls.clear()
         for stage in stages:
             # Those of an attempt that failed.
@@ -252,6 +255,7 @@ class StepPipeline:
             # Nodes refuse non-finite inputs, so this hop produced the values itself.
             raise self._fail_link(link, str(error), "wrong") from error
         link.wire.count_received(output.tensor, payload)
+        self.num_decoding = max(self.num_decoding, output.decoding)
         stage.entry.unanswered_bytes = 0
         if len(kept.rows) == kept.meta.shape[0]:
             self.suspicion.record_step(self.suspicion.now - stage.started_at)

@@ -102,6 +102,11 @@ class RedundantSession:
         return tuple(found[-MAX_SESSION_FAILOVERS:])
 
     @property
+    def num_decoding(self) -> int:
+        """See `BlockSession.num_decoding`."""
+        return max((session.num_decoding for session in self._sessions()), default=0)
+
+    @property
     def drawn_audits(self) -> DrawnAudits:
         return sum((session.drawn_audits for session in self._sessions()), DrawnAudits())
 

@@ -169,6 +169,11 @@ class Scheduler:
         """Number of sessions with a step that can run."""
         return sum(queue.is_runnable for queue in self._queues)
 
+    def count_decoding(self) -> int:
+        """Number of sessions that decode now."""
+        now = time.monotonic()
+        return sum(queue.is_decoding(now) for queue in self._queues)
+
     def seed_cost(self, throughput: SpanThroughput, span: Span) -> None:
         """Seed the cost model with measured throughput of `span`."""
         self._policy.cost.observe(1, 1 / throughput.decode_tokens_per_s / len(span))

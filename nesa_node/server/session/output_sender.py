@@ -140,6 +140,8 @@ class OutputSender:
         self._stream: DownstreamStream | None = None
         self.last_pushed = (-1, -1)
         """Epoch and number of the last step of which sending downstream has begun."""
+        self.decoding = 0
+        """Most sessions that decode here or at a node before, sent with each output."""
         self._stream_scope = stream_scope
 
     @property
@@ -235,6 +237,7 @@ class OutputSender:
                     tensor=sent_step.meta,
                     want=sent_step.want,
                     via=extend_via(sent_step.via, sent_step.meta.codec),
+                    decoding=self.decoding,
                 ),
                 sent_step.payload,
             )
@@ -257,7 +260,14 @@ class OutputSender:
         await self._state.sealer.add_outputs(sent_rows, meta, payload)
         via = extend_via(sent_step.via, meta.codec)
         await self._client.send(
-            Output(epoch=epoch, step=sent_step.step, rows=sent_step.rows, tensor=meta, via=via),
+            Output(
+                epoch=epoch,
+                step=sent_step.step,
+                rows=sent_step.rows,
+                tensor=meta,
+                via=via,
+                decoding=self.decoding,
+            ),
             payload,
         )
 

@@ -232,8 +232,8 @@ class Session:
         return self.state.lengths
 
     async def wait_for_epoch(self, epoch: int) -> None:
-        """Wait until the client begins `epoch`: an upstream may be linked, and push, before the
-        `link` arrives here.
+        """Wait until the client begins `epoch`: an upstream may be linked or rolled back, and push,
+        before the `link` or `rollback` arrives here.
 
         Raises `ProtocolError("future_epoch")` after `NEIGHBOUR_TIMEOUT_S`, and at once if
         `MAX_EARLY_PUSHES` wait already, since the pipe of each holds what arrives meanwhile.
@@ -331,6 +331,7 @@ class Session:
             # A task that began a new epoch is waiting to truncate this step; it must not be sent.
             if result is not None and result.step.epoch == self.state.epoch:
                 self.state.publish_prefix()
+                self.sender.decoding = max(result.step.decoding, self._scheduler.count_decoding())
                 await self.sender.emit(result)
                 self.emitted_steps += 1
                 if self.first_step_times is None:

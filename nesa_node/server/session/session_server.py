@@ -364,6 +364,9 @@ class SessionServer:
                 )
                 if isinstance(message, Step):
                     try:
+                        # A client that rolls back tells all nodes at once, and goes on.
+                        if message.epoch > session.state.epoch:
+                            await session.wait_for_epoch(message.epoch)
                         await session.submit(stream.peer, message, payload)
                     except ProtocolError as error:
                         if error.code == "not_finite" and opened.version >= FINITE_OUTPUTS_SINCE:

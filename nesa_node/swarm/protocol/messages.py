@@ -10,7 +10,10 @@ from msgspec import Meta
 from nesa_node.compression.tensors import TensorMeta
 
 PROTOCOL = "/nesa/session"
-VERSION = (1, 9)
+VERSION = (1, 10)
+EARLY_STEPS_SINCE = (1, 10)
+"""Version since which a node waits with a pushed step whose epoch the client has not begun there: a
+client that rolls back needs no answer before it goes on."""
 
 MAX_ROWS = 256
 MAX_TOKENS = 1 << 24
@@ -170,6 +173,8 @@ class Step(Message, frozen=True, tag="step"):
     want: Want = "all"
     via: Codecs = ()
     """Codec of each link that the hidden states have passed; empty if none compressed them."""
+    decoding: Count = 0
+    """Most sessions that decode at one of the nodes before, this one included; 0: unknown."""
 
 
 class HandOver(Message, frozen=True, tag="hand_over"):
@@ -227,6 +232,8 @@ class Output(Message, frozen=True, tag="output"):
     tensor: TensorMeta
     via: Codecs = ()
     """As in `Step`."""
+    decoding: Count = 0
+    """As in `Step`, the sender included; 0 from nodes of protocol 1.9 or older."""
 
 
 class Probe(Message, frozen=True, tag="probe"):
