@@ -20,7 +20,7 @@ MAX_KEPT_PER_KIND = 1000
 MIN_NAME_PREFIX_CHARS = 4
 _LOCK_TIMEOUT_S = 2.0
 
-DecisionKind = Literal["session", "placement", "tuning", "audit"]
+DecisionKind = Literal["session", "placement", "tuning", "audit", "speculation"]
 _TABLE = """
 create table if not exists decisions (
     number integer primary key autoincrement,
@@ -34,8 +34,8 @@ create table if not exists decisions (
 
 @dataclass(frozen=True, slots=True)
 class LoggedDecision:
-    """A logged decision. `name` is the session's or placement's (an audit's is its session's),
-    `made_at` in Unix seconds.
+    """A logged decision. `name` is the session's or placement's (an audit's, or a speculation's, is
+    its session's), `made_at` in Unix seconds.
 
     `body` is what JSON can hold.
     """

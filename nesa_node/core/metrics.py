@@ -241,6 +241,15 @@ AUDITS = _counter(
     "not audited.",
     labels=("model", "outcome"),
 )
+DRAFT_TOKENS = _counter(
+    "nesa_draft_tokens_total",
+    "Tokens drafted for speculative steps, by source (lookup, model): accepted or rejected.",
+    labels=("model", "source", "outcome"),
+)
+SPECULATION_SAVED = _gauge(
+    "nesa_speculation_saved_seconds",
+    "Time that speculative steps saved so far, by the measured times of steps.",
+)
 
 # A node's device.
 KV_CACHE_RESERVED = _gauge(

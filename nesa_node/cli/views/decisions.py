@@ -190,6 +190,9 @@ def _row_key(decision: LoggedDecision) -> tuple[str, str, str]:
     if decision.kind == "audit":
         audited = f"{_format_audited(body)} {_format_blocks(body)}"
         return decision.kind, "", f"{audited} {body['outcome']}"
+    if decision.kind == "speculation":
+        told = f"{body['tokens']} tokens in {body['steps']} steps, {body['gain']:.2f} x as fast"
+        return decision.kind, "+".join(body["drafted"]), told
     chain = body.get("chain") or []
     reason = " → ".join(map(_format_hop, chain)) or str(body.get("reason", ""))
     return decision.kind, str(decision.body.get("strategy", "")), reason
@@ -197,7 +200,12 @@ def _row_key(decision: LoggedDecision) -> tuple[str, str, str]:
 
 def print_decision(decision: LoggedDecision) -> None:
     """Print one decision with its cost terms and alternatives."""
-    printers = {"session": _print_session, "tuning": _print_tuning, "audit": _print_audit}
+    printers = {
+        "session": _print_session,
+        "tuning": _print_tuning,
+        "audit": _print_audit,
+        "speculation": _print_speculation,
+    }
     printer = printers.get(decision.kind, _print_placement)
     console = make_console(sys.stdout, PIPE_WIDTH_CHARS)
     printer(console, decision.name, _format_time(decision), decision.body)
@@ -223,6 +231,18 @@ def _print_audit(console: Console, name: str, when: str, body: Mapping[str, Any]
         f"drawn with a probability of {rate:.0%}: a node that lies in each session is found within "
         f"{sessions_until_found(rate)} of them (95 %)"
     )
+
+
+def _print_speculation(console: Console, name: str, when: str, body: Mapping[str, Any]) -> None:
+    console.print(
+        f"speculation in session {name}, {when}: {body['tokens']} tokens in {body['steps']} steps, "
+        f"{body['gain']:.2f} times as fast as one by one"
+    )
+    for source, drafted in body["drafted"].items():
+        accepted = body["accepted"].get(source, 0)
+        console.print(
+            f"drafted by {source}: {drafted} tokens, {accepted} accepted ({accepted / drafted:.0%})"
+        )
 
 
 def _format_audited(body: Mapping[str, Any]) -> str:
@@ -284,7 +304,11 @@ def _print_alternatives(console: Console, body: Mapping[str, Any]) -> None:
 
 def _short_name(decision: LoggedDecision) -> str:
     """Name of a decision as `explain` accepts it: 12 characters of a session's."""
-    return decision.name[:12] if decision.kind in ("session", "audit") else decision.name
+    return (
+        decision.name[:12]
+        if decision.kind in ("session", "audit", "speculation")
+        else decision.name
+    )
 
 
 def _format_step(body: Mapping[str, Any]) -> str:

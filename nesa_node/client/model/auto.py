@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -17,6 +18,9 @@ from nesa_node.client.model.head import EmbeddingAndHead, HeadBatcher
 from nesa_node.client.model.layers import LocalConnection
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.client.session.base import SALT_BYTES, Connect, SwarmConnection
+from nesa_node.client.speculation.draft_model import ModelDrafter, check_draft_vocabulary
+from nesa_node.client.speculation.drafting import Drafting
+from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.addresses import parse_peer_address
@@ -40,7 +44,7 @@ from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.devices import choose_device, require_room_for_embedder_and_head
 from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
-from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.files import convert_parse_errors
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.engine.weights.tokenizer import load_discovered_tokenizer, load_tokenizer
@@ -89,6 +93,7 @@ class AutoDistributedModelForCausalLM:
         keep_session: str | Path | None = None,
         publish_evidence: bool = False,
         deployment: str | Path | None = None,
+        draft: str | Path = "off",
     ) -> DistributedModelForCausalLM:
         """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
 
@@ -152,6 +157,12 @@ class AutoDistributedModelForCausalLM:
         members compute the blocks that they were sent, in a star, and no swarm is joined. The first
         and last blocks are computed here, as many as the file says.
 
+        `draft` has several tokens drafted and verified in one step, as many as pay by what was
+        measured, and none while nodes are busy: "lookup" drafts what followed the last tokens
+        earlier in the text; the folder or name of a small model with the same vocabulary drafts by
+        that model, too, in this process; "auto" does both where the model's folder has a `draft`
+        folder. Greedy and seeded tokens are those of "off" (`docs/speculation.md`).
+
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for contradictory
         arguments, a missing device and malformed initial peers.
         """
@@ -200,6 +211,14 @@ class AutoDistributedModelForCausalLM:
             client_blocks=client_blocks,
             prefix_salt=choose_prefix_salt(reuse_prefix, prefix_salt),
             adapter=adapter,
+            drafting=open_drafting(
+                str(draft),
+                checkpoint,
+                partial(open_checkpoint, cache_dir=cache, token=token),
+                private=private,
+                decisions_path=options.decisions_path,
+                dtype=resolved,
+            ),
         )
 
 
@@ -237,6 +256,7 @@ def build_model(
     client_blocks: tuple[int, int] = (0, 0),
     prefix_salt: bytes | None = None,
     adapter: str | None = None,
+    drafting: Drafting | None = None,
 ) -> DistributedModelForCausalLM:
     """Make a model over `checkpoint` that reaches the swarm's blocks through `connect`."""
     first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
@@ -254,12 +274,16 @@ def build_model(
         head.lm_head,
         head.logits_with_gradients,
     )
+    stack = ExitStack()
+    if drafting is not None:
+        stack.callback(drafting.close)
     local: LocalConnection | None = None
     if own := [span for span in (first, last) if len(span)]:
         with track_wait("weights to be loaded", blocks=own):
             local = LocalConnection(
                 [load_blocks(checkpoint, span, dtype=resolved, device=place) for span in own]
             )
+            stack.callback(local.close)
     return DistributedModelForCausalLM(
         checkpoint.config,
         load_generation_config(checkpoint),
@@ -269,8 +293,53 @@ def build_model(
         checkpoint=checkpoint,
         prefix_salt=prefix_salt,
         adapter=adapter,
-        on_close=local.close if local is not None else lambda: None,
+        drafting=drafting,
+        on_close=stack.close,
     )
+
+
+def open_drafting(
+    draft: str,
+    checkpoint: Checkpoint,
+    open_draft: Callable[[str], Checkpoint],
+    *,
+    private: str = "none",
+    decisions_path: Path | None = None,
+    dtype: torch.dtype,
+) -> Drafting | None:
+    """What drafts for the sessions of a model by the setting `draft`; None: nothing does.
+
+    `open_draft` opens the checkpoint of a draft model, which computes in `dtype` on the CPU. Raises
+    what that raises, and `ConfigError` for a model with another vocabulary and for drafts in
+    private sessions.
+    """
+    if draft == "off" or (draft == "auto" and private != "none"):
+        return None
+    if private != "none":
+        raise ConfigError(
+            f"draft={draft} with private={private}: rejected drafts would be sent as well, which "
+            "takes time or tells more; leave one of them out"
+        )
+    model_id = compute_model_id(checkpoint)
+    decisions = None if decisions_path is None else DecisionLog(decisions_path)
+    if draft == "auto":
+        beside = Path(checkpoint.name).expanduser() / "draft"
+        draft = str(beside) if (beside / "config.json").is_file() else "lookup"
+    if draft == "lookup":
+        return Drafting(model_id, decisions=decisions)
+    small = open_draft(draft)
+    check_draft_vocabulary(checkpoint, small)
+    model = build_model(small, _refuse_to_connect, dtype=dtype, client_blocks=(small.num_blocks, 0))
+    return Drafting(
+        model_id,
+        new_model_drafter=partial(ModelDrafter, model),
+        close_model=model.close,
+        decisions=decisions,
+    )
+
+
+def _refuse_to_connect(_: ComputeLogits) -> NoReturn:
+    raise AssertionError("a draft model has all of its blocks in this process")
 
 
 def choose_prefix_salt(reuse_prefix: bool, salt: bytes | None) -> bytes | None:
@@ -312,8 +381,10 @@ def load_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
 
 def open_named_checkpoint(config: ClientConfig, name: str) -> Checkpoint:
     """Open the checkpoint `name`, a folder or hub name. Raises as `open_checkpoint` does."""
+    # A revision is that of the model itself, not of one that drafts for it.
+    revision = config.revision if name != config.draft else None
     return open_checkpoint(
-        name, revision=config.revision, token=secret_text(config.token), cache_dir=config.cache_dir
+        name, revision=revision, token=secret_text(config.token), cache_dir=config.cache_dir
     )
 
 
@@ -354,6 +425,14 @@ def open_model(
         client_blocks=client_blocks,
         prefix_salt=choose_prefix_salt(config.reuse_prefix, None),
         adapter=adapter,
+        drafting=open_drafting(
+            config.draft,
+            checkpoint,
+            partial(open_named_checkpoint, config),
+            private=config.private,
+            decisions_path=default_decisions_path(),
+            dtype=dtype,
+        ),
     )
     return model, tokenizer
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import Context
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from nesa_node.client.session.base import (
     SwarmConnection,
     derive_scope_salt,
 )
+from nesa_node.client.speculation.drafting import Drafting
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError, require_training
 from nesa_node.core.ids import Span
 from nesa_node.core.metrics import MetricSample
@@ -89,9 +90,10 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         checkpoint: Checkpoint,
         prefix_salt: bytes | None = None,
         adapter: str | None = None,
+        drafting: Drafting | None = None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prefix_salt=None` disables the prefix cache."""
+        """`prefix_salt=None` disables the prefix cache; without `drafting` nothing is drafted."""
         super().__init__(copy.deepcopy(config))
         self.generation_config = generation_config
         self.name_or_path = checkpoint.name
@@ -104,6 +106,7 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
         self._checkpoint = checkpoint
         self._prefix_salt = prefix_salt
         self._adapter = adapter
+        self.drafting = drafting
         self._loop = LoopThread("nesa-client")
         self._connection: HeldContext[SwarmConnection] | None = None
         self._sessions: weakref.WeakSet[InferenceSession] = weakref.WeakSet()
@@ -176,10 +179,13 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
     def num_blocks(self) -> int:
         return self._layers[-1][1].end
 
-    def samples(self) -> Iterable[MetricSample]:
+    def samples(self) -> Iterator[MetricSample]:
         """Prometheus samples of the connection; empty before the first session."""
         connection = self._connection
-        return () if connection is None else connection.value.samples()
+        if connection is not None:
+            yield from connection.value.samples()
+        if self.drafting is not None:
+            yield from self.drafting.samples()
 
     def join(self) -> None:
         """Join the swarm now instead of with the first session. Raises what `connect` raises."""

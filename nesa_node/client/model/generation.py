@@ -21,6 +21,8 @@ from nesa_node.client.model.head import EmbeddingAndHead
 from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.client.model.layers import HiddenStateSelection, PackedBatch, check_mask, pack
 from nesa_node.client.model.reruns import run_until_right
+from nesa_node.client.model.speculative_decoding import SpeculativeDecoding, may_speculate
+from nesa_node.client.speculation.drafting import Drafting
 from nesa_node.core.errors import ContextLengthError, UnsupportedFeatureError
 
 
@@ -151,6 +153,8 @@ class DistributedGenerationMixin(GenerationMixin):
     context_length: int
     ends: EmbeddingAndHead
     """Embedding and head, which run in this process."""
+    drafting: Drafting | None = None
+    """Drafts of several tokens, which one step verifies; None: each step has one token."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Logits, and hidden states if requested."""
@@ -255,7 +259,11 @@ class DistributedGenerationMixin(GenerationMixin):
         )
         mask_BL = model_kwargs.get("attention_mask")
         ends_with_padding = mask_BL is not None and not bool(mask_BL[:, -1].all())
-        if ending is None or len(input_ids) != 1 or synced_gpus or ends_with_padding:
+        is_plain = ending is not None and len(input_ids) == 1
+        speculates = self.drafting is not None and may_speculate(
+            generation_config, logits_processor, stopping_criteria, len(input_ids)
+        )
+        if synced_gpus or ends_with_padding or not (is_plain or speculates):
             return super()._sample(  # type: ignore[misc]
                 input_ids,
                 logits_processor,
@@ -267,6 +275,21 @@ class DistributedGenerationMixin(GenerationMixin):
             )
         cache: SessionCache = model_kwargs["past_key_values"]
         prompt = cache.add_columns(input_ids.to(self.ends.device), mask_BL, logits_to_keep=1)
+        if speculates:
+            assert self.drafting is not None
+            session, mask = cache.require_session(), mask_BL
+            texts = [ids_L.tolist() for ids_L in pack(input_ids, mask).row_ids]
+            with self.drafting.speculate(session.session_id, texts) as speculator:
+                return SpeculativeDecoding(
+                    session,
+                    speculator,
+                    generation_config,
+                    logits_processor,
+                    stopping_criteria,
+                    greedy_stop=ending if is_plain else None,
+                    streamer=streamer,
+                ).run(input_ids, prompt.row_ids)
+        assert ending is not None
         tokens = []
         # Greedy tokens are chosen on the event loop, without this thread between two of them.
         with closing(

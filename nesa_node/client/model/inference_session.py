@@ -123,6 +123,11 @@ class InferenceSession:
         return self._blocks.failovers
 
     @property
+    def session_id(self) -> bytes:
+        """Id by which decisions about the session are logged; empty where none are."""
+        return self._blocks.session_id
+
+    @property
     def num_decoding(self) -> int:
         """Most sessions that decoded at a node of the last step, this one included; 0: unknown."""
         return self._blocks.num_decoding

@@ -65,6 +65,10 @@ class LayeredSession:
         return tuple(loss for layer in self._layers for loss in layer.failovers)
 
     @property
+    def session_id(self) -> bytes:
+        return next((layer.session_id for layer in self._layers if layer.session_id), b"")
+
+    @property
     def num_decoding(self) -> int:
         return max(layer.num_decoding for layer in self._layers)
 
@@ -294,6 +298,7 @@ class LocalSession:
 
     codecs = ()
     failovers = ()
+    session_id = b""
     num_decoding = 0
     drawn_audits = DrawnAudits()
     noisy_vectors = None

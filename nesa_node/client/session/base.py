@@ -229,6 +229,11 @@ class BlockSession(Protocol):
         return ()
 
     @property
+    def session_id(self) -> bytes:
+        """Id by which decisions about the session are logged; empty where none are."""
+        return b""
+
+    @property
     def num_decoding(self) -> int:
         """Most sessions that decoded at a node of the last step, this one included; 0: unknown."""
         return 0

@@ -77,6 +77,10 @@ class NoisySession(BlockSession):
         return self._session.failovers
 
     @property
+    def session_id(self) -> bytes:
+        return self._session.session_id
+
+    @property
     def num_decoding(self) -> int:
         return self._session.num_decoding
 

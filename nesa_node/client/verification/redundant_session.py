@@ -102,6 +102,11 @@ class RedundantSession:
         return tuple(found[-MAX_SESSION_FAILOVERS:])
 
     @property
+    def session_id(self) -> bytes:
+        """That of the first replica."""
+        return next((session.session_id for session in self._sessions()), b"")
+
+    @property
     def num_decoding(self) -> int:
         """See `BlockSession.num_decoding`."""
         return max((session.num_decoding for session in self._sessions()), default=0)

@@ -308,6 +308,15 @@ class ClientConfig(RouteConfig, PrivacyConfig):
     reuse_prefix: bool = setting(
         True, "Swarm", "Reuse cached prefixes of earlier prompts on nodes."
     )
+    draft: Annotated[str, ValueFormat("DRAFT")] = setting(
+        "off",
+        "Swarm",
+        "Verify several drafted tokens in one step, where that pays. lookup: drafts are what "
+        "followed the last tokens earlier in the text; a folder or name: also those of this small "
+        "model with the same vocabulary; auto: also of the folder `draft` in the model's, if it is "
+        "there; off: one token a step. Tokens are the same (docs/speculation.md).",
+        basic=True,
+    )
     client_blocks: OwnBlocks | None = setting(
         None,
         "Model and device",
