@@ -1,12 +1,11 @@
 """Generation of one job: prefill of the prompt, then decode steps of all choices together.
 
-An embedding is the mean of the last hidden states of a prefill, normalized to length 1.
-
-N choices, T packed tokens, L tokens of one row, D hidden, V vocabulary.
+N choices, T packed tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +41,7 @@ from nesa_node.client.model.activity import RunningSession
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.inference_session import InferenceSession
 from nesa_node.client.model.loop_thread import Interrupt
+from nesa_node.client.speculation.speculator import Speculator
 from nesa_node.core.errors import ContextLengthError
 
 
@@ -93,6 +93,11 @@ class ChoiceDecoder:
         self._text = IncrementalDetokenizer(vocabulary.detokenizer_rules)
         self._stops = StopTextFilter(job.stop)
         self._matcher = matcher
+
+    @property
+    def tokens_left(self) -> int:
+        """Most tokens that may follow."""
+        return self._max_tokens - self._token_count
 
     @property
     def is_argmax(self) -> bool:
@@ -263,17 +268,94 @@ class Generation:
         self, session: InferenceSession, choices: Sequence[ChoiceDecoder], hidden_ND: Tensor
     ) -> None:
         """Decode all choices; `hidden_ND` gives their first tokens: one row for all or one each."""
+        drafting, prompts = self._model.drafting, [self._job.prompt] * len(choices)
+        if drafting is None:
+            return self._decode_rows(session, choices, hidden_ND, None)
+        with drafting.speculate(session.session_id, prompts) as speculator:
+            self._decode_rows(session, choices, hidden_ND, speculator)
+
+    def _decode_rows(
+        self,
+        session: InferenceSession,
+        choices: Sequence[ChoiceDecoder],
+        hidden_ND: Tensor,
+        speculator: Speculator | None,
+    ) -> None:
         alive = list(choices)
+        events = self._step(session, alive, hidden_ND)
+        self._record_tokens(speculator, alive, events)
         while True:
-            self._emit(self._step(session, alive, hidden_ND))
-            self._running.add_tokens(len(alive))
+            self._emit(events)
+            self._running.add_tokens(len(events))
             alive = [choice for choice in alive if not choice.is_done]
             if not alive:
                 return
+            drafts: list[list[int]] = []
+            if speculator is not None:
+                speculator.begin_step(len(alive))
+                drafts = [
+                    speculator.draft(choice.index, choice.tokens_left - 1) for choice in alive
+                ]
+            began, has_drafts = time.perf_counter(), any(drafts)
             row_ids = [_NO_TOKENS] * len(choices)
-            for choice in alive:
-                row_ids[choice.index] = torch.tensor((choice.last_token,))
-            hidden_ND = session.feed(row_ids, want="last")
+            for place, choice in enumerate(alive):
+                draft = drafts[place] if has_drafts else ()
+                row_ids[choice.index] = torch.tensor((choice.last_token, *draft))
+            hidden_TD = session.feed(row_ids, want="all" if has_drafts else "last")
+            if has_drafts and speculator is not None:
+                events = self._verify(session, speculator, alive, drafts, hidden_TD)
+            else:
+                events = self._step(session, alive, hidden_TD)
+                self._record_tokens(speculator, alive, events)
+            if speculator is not None:
+                seconds, sent = time.perf_counter() - began, sum(map(len, row_ids))
+                speculator.end_step(sent, len(events), seconds, session.num_decoding)
+
+    @staticmethod
+    def _record_tokens(
+        speculator: Speculator | None, alive: Sequence[ChoiceDecoder], events: Sequence[Delta]
+    ) -> None:
+        """Record one token of each unfinished choice, for which nothing was drafted."""
+        if speculator is not None:
+            for choice, event in zip(alive, events, strict=True):
+                speculator.record(choice.index, (), [token.token_id for token in event.tokens])
+
+    def _verify(
+        self,
+        session: InferenceSession,
+        speculator: Speculator,
+        alive: Sequence[ChoiceDecoder],
+        drafts: Sequence[Sequence[int]],
+        hidden_TD: Tensor,
+    ) -> list[Delta]:
+        """Sample each choice's tokens as long as its draft agrees, and one more.
+
+        Rolls back what the session holds beyond them.
+        """
+        logits_TV = self._logits(session, hidden_TD)
+        events: list[Delta] = []
+        lengths, start = list(session.lengths), 0
+        for choice, draft in zip(alive, drafts, strict=True):
+            tokens: list[int] = []
+            for logits_1V in logits_TV[start : start + len(draft) + 1].split(1):
+                event = self._step_choice(choice, logits_1V)
+                events.append(event)
+                tokens.append(choice.last_token)
+                agrees = len(tokens) <= len(draft) and tokens[-1] == draft[len(tokens) - 1]
+                if choice.is_done or not agrees:
+                    break
+            start += len(draft) + 1
+            lengths[choice.index] -= len(draft) + 1 - len(tokens)
+            speculator.record(choice.index, draft, tokens)
+        session.rollback(lengths)
+        return events
+
+    def _step_choice(self, choice: ChoiceDecoder, logits_1V: Tensor) -> Delta:
+        """Sample the next token of one choice."""
+        token_id = int(logits_1V.argmax()) if choice.is_argmax else choice.choose(logits_1V[0])
+        if self._job.top_logprobs is None:
+            return choice.append_token(SequenceToken(token_id, b"", 0.0))
+        return choice.append_token(self._tokens_with_logprobs(logits_1V, [token_id])[0])
 
     def _step(
         self, session: InferenceSession, alive: Sequence[ChoiceDecoder], hidden_ND: Tensor
@@ -304,72 +386,3 @@ class Generation:
     def _logits(session: InferenceSession, hidden_TD: Tensor) -> Tensor:
         """Logits [T, V] as float32, as transformers samples from."""
         return session.ends.head(hidden_TD).float()
-
-
-MAX_SESSION_ROWS = 16
-"""Limit on the rows of one session."""
-MAX_SESSION_TOKENS = 4096
-"""Limit on the cache of one session, in tokens of all rows, unless a single text is longer."""
-MAX_STEP_TOKENS = 512
-"""Limit on the tokens of one step, of all rows together: all their outputs come back at once."""
-
-
-def group_by_length(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Group texts of similar length into sessions; yield the indices of each group."""
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
-        if batch and (
-            len(batch) == MAX_SESSION_ROWS or lengths[index] * (len(batch) + 1) > MAX_SESSION_TOKENS
-        ):
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
-
-
-@torch.inference_mode()
-def embed(
-    model: DistributedModelForCausalLM,
-    prompts: Sequence[Sequence[int]],
-    *,
-    running: RunningSession,
-    interrupt: Interrupt,
-) -> list[Tensor]:
-    """Embedding of each text: [D], float32, on the CPU. Blocks.
-
-    It is the mean over the text's tokens of transformers' `last_hidden_state`, after the final
-    norm, divided by its Euclidean length. Raises `ContextLengthError` for a text that is too long,
-    `ValueError` for one without tokens, and as sessions do.
-    """
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"text {index} has no tokens")
-        if len(prompt) > model.context_length:
-            raise ContextLengthError(
-                f"text {index} has {len(prompt)} tokens, the model holds {model.context_length}"
-            )
-    found: dict[int, Tensor] = {}
-    for batch in group_by_length([len(prompt) for prompt in prompts]):
-        rows = [torch.tensor(prompts[index]) for index in batch]
-        longest = max(map(len, rows))
-        with model.inference_session(longest, len(rows), interrupt=interrupt) as session:
-            running.mark_opened(session)
-            for index, sum_D in zip(batch, _sum_hidden_states(session, rows), strict=True):
-                # The sum and the mean are equal after normalization.
-                found[index] = torch.nn.functional.normalize(sum_D, dim=0).float().cpu()
-    return [found[index] for index in range(len(prompts))]
-
-
-def _sum_hidden_states(session: InferenceSession, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Sum of each row's hidden states over its tokens: [D], float64, on the CPU."""
-    width = max(MAX_STEP_TOKENS // len(rows), 1)
-    size = session.ends.hidden_size
-    sums = [torch.zeros(size, dtype=torch.float64) for _ in rows]
-    for start in range(0, max(map(len, rows)), width):
-        pieces = [ids_L[start : start + width] for ids_L in rows]
-        hidden_TD = session.ends.final_norm(session.feed(pieces, want="all"))
-        parts = torch.split(hidden_TD, [len(piece) for piece in pieces])
-        for row, part_LD in enumerate(parts):
-            sums[row] += part_LD.sum(0, dtype=torch.float64).cpu()
-    return sums

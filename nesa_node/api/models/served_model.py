@@ -19,7 +19,8 @@ from typing import Generic, TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from nesa_node.api.generation.decode_loop import Generation, Vocabulary, embed
+from nesa_node.api.generation.decode_loop import Generation, Vocabulary
+from nesa_node.api.generation.embedding import embed
 from nesa_node.api.generation.job import GenerationEvent, Job, SamplingParams
 from nesa_node.api.models.metrics import GatewayMetrics, RequestMetrics
 from nesa_node.api.processes.workers import FairThreadPool

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nesa_node.api.generation.decode_loop import (
+from nesa_node.api.generation.embedding import (
     MAX_SESSION_ROWS,
     MAX_SESSION_TOKENS,
     group_by_length,
