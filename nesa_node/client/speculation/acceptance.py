@@ -22,7 +22,7 @@ _LOOKUP_PRIORS = (0.2, 0.2, 0.35, 0.6, 0.75, 0.85, 0.9)
 """Chance that a token is right whose match has a length with that many bits."""
 _PRIOR_TOKENS = 4.0
 """How many tokens the prior counts for."""
-_MEMORY = 0.98
+_MEMORY = 0.99
 """Weight of what is known of a kind, after each further token of it."""
 
 
@@ -59,7 +59,11 @@ _SHARE = 0.1
 _PRIOR_SLOPE = 0.05
 """Assumed time of a further token, as a share of a step of one, until it was measured."""
 _PRIOR_VARIANCE = 0.5
-"""How much the prior of the slope counts, in squared tokens."""
+"""How much the slope so far counts beside the last steps, in squared tokens."""
+_SLOPE_SHARE = 0.25
+"""How far the slope follows each fit."""
+_LEAST_SLOPE = 0.01
+"""Least slope, as a share of a step's time for each of its tokens."""
 _MAX_OUTLIER = 3.0
 """A step counts for at most this many times the mean: a failover tells nothing of drafts."""
 
@@ -71,6 +75,8 @@ class StepTimes:
         self._tokens = self._seconds = 0.0
         self._variance = self._covariance = 0.0
         self._token_s: float | None = None
+        self.slope_s = 0.0
+        """Seconds that a further token adds to a step."""
 
     @property
     def is_known(self) -> bool:
@@ -82,17 +88,6 @@ class StepTimes:
         """Seconds for each generated token, of all rows together; 0 before the first step."""
         return self._token_s or 0.0
 
-    @property
-    def slope_s(self) -> float:
-        """Seconds that a further token adds to a step."""
-        if not self._seconds:
-            return 0.0
-        prior_s = _PRIOR_SLOPE * self._seconds / max(self._tokens, 1.0)
-        fitted_s = (self._covariance + _PRIOR_VARIANCE * prior_s) / (
-            self._variance + _PRIOR_VARIANCE
-        )
-        return min(max(fitted_s, 0.2 * prior_s), self._seconds)
-
     def single_s(self, tokens: int) -> float:
         """Expected seconds of a step of `tokens` tokens, which all are generated ones."""
         return max(self._seconds + self.slope_s * (tokens - self._tokens), 0.2 * self._seconds)
@@ -102,6 +97,7 @@ class StepTimes:
         token_s = (seconds + draft_s) / max(generated, 1)
         if self._token_s is None:
             self._tokens, self._seconds, self._token_s = float(sent), seconds, token_s
+            self.slope_s = _PRIOR_SLOPE * seconds / sent
             return
         seconds = min(seconds, _MAX_OUTLIER * self._seconds)
         more, later = sent - self._tokens, seconds - self._seconds
@@ -111,3 +107,12 @@ class StepTimes:
         self._covariance = (1 - _SHARE) * (self._covariance + _SHARE * more * later)
         token_s = min(token_s, _MAX_OUTLIER * self._token_s)
         self._token_s += _SHARE * (token_s - self._token_s)
+        self._fit_slope()
+
+    def _fit_slope(self) -> None:
+        """Least squares over the last steps, as far as their numbers of tokens differ."""
+        known = _PRIOR_VARIANCE
+        fitted_s = (self._covariance + known * self.slope_s) / (self._variance + known)
+        mean_s = self._seconds / self._tokens
+        fitted_s = min(max(fitted_s, _LEAST_SLOPE * mean_s), self._seconds)
+        self.slope_s += _SLOPE_SHARE * (fitted_s - self.slope_s)

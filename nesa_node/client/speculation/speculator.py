@@ -152,8 +152,7 @@ class Speculator:
             return 1
         if self._limit <= 0:
             return PAUSE_TOKENS
-        best = max((self._best_chance(drafter) for drafter in self._rows[0].drafters), default=0.0)
-        return 0 if self._pays(best, 0.0) else PAUSE_TOKENS
+        return 0 if any(map(self._may_pay, self._rows[0].drafters)) else PAUSE_TOKENS
 
     def record_plain(
         self, row: int, tokens: Sequence[int], seconds: float, num_decoding: int
@@ -193,11 +192,12 @@ class Speculator:
         kind = next((kind for _, kind in drafter.draft()), None)
         return 0.0 if kind is None else self._acceptance.chance(kind)
 
-    def _best_chance(self, drafter: Drafter) -> float:
+    def _may_pay(self, drafter: Drafter) -> bool:
+        """Whether a drafter's next token may be worth its time."""
         if drafter.source == "model":
-            return self._acceptance.mean_chance("model")
+            return self._pays(self._acceptance.mean_chance("model"), self._model_token_s)
         # A match of sixteen tokens or more may come at any time.
-        return self._acceptance.chance(DraftKind("lookup", 5))
+        return self._pays(self._acceptance.chance(DraftKind("lookup", 5)), 0.0)
 
     def _take(self, state: _Row, drafter: Drafter, most: int) -> list[int]:
         """Tokens of one drafter, as long as each is likely enough to pay for itself."""
@@ -243,7 +243,10 @@ class Speculator:
 
     def _pays(self, chance: float, cost_s: float) -> bool:
         """Whether a drafted token that is right by this chance saves more than it costs."""
-        return chance * self._times.token_s > MARGIN * (self._times.slope_s + cost_s)
+        times = self._times
+        # What a token takes now, drafts that do not pay left out.
+        saved_s = min(times.token_s, times.single_s(self._alive) / self._alive)
+        return chance * saved_s > MARGIN * (times.slope_s + cost_s)
 
     def _append(self, state: _Row, tokens: Sequence[int], *, is_observed: bool) -> None:
         """Append generated tokens to the text, and learn from what lookup would have drafted."""
