@@ -52,7 +52,7 @@ class SpeculationTotals:
 
 
 @dataclass(slots=True)
-class _Row:
+class _DraftedRow:
     drafters: list[Drafter]
     kinds: list[DraftKind] = field(default_factory=list)
     """Of the tokens drafted last."""
@@ -79,7 +79,7 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.totals = SpeculationTotals()
-        self._rows = [_Row(new_drafters()) for _ in range(rows)]
+        self._rows = [_DraftedRow(new_drafters()) for _ in range(rows)]
         self._acceptance = AcceptanceTable()
         self._times = StepTimes()
         self._clock = clock
@@ -181,7 +181,7 @@ class Speculator:
         shared = MAX_DRAFT_BY_SESSIONS.get(self._num_decoding, 0)
         return min(shared, MAX_STEP_TOKENS // max(self._alive, 1) - 1)
 
-    def _order(self, state: _Row) -> list[Drafter]:
+    def _order(self, state: _DraftedRow) -> list[Drafter]:
         """The row's drafters, the likeliest to be right first."""
         return sorted(state.drafters, key=self._next_chance, reverse=True)
 
@@ -199,13 +199,13 @@ class Speculator:
         # A match of sixteen tokens or more may come at any time.
         return self._pays(self._acceptance.chance(DraftKind("lookup", 5)), 0.0)
 
-    def _take(self, state: _Row, drafter: Drafter, most: int) -> list[int]:
+    def _take(self, state: _DraftedRow, drafter: Drafter, most: int) -> list[int]:
         """Tokens of one drafter, as long as each is likely enough to pay for itself."""
         if drafter.source == "model":
             return self._take_from_model(state, drafter, most)
         return self._take_likely(state, drafter, most, cost_s=0.0)
 
-    def _take_from_model(self, state: _Row, drafter: Drafter, most: int) -> list[int]:
+    def _take_from_model(self, state: _DraftedRow, drafter: Drafter, most: int) -> list[int]:
         pays = self._pays(self._acceptance.mean_chance("model"), self._model_token_s)
         if not pays and state.since_model < PROBE_INTERVAL_TOKENS:
             return []
@@ -222,7 +222,7 @@ class Speculator:
 
     def _take_likely(
         self,
-        state: _Row,
+        state: _DraftedRow,
         drafter: Drafter,
         most: int,
         *,
@@ -248,7 +248,7 @@ class Speculator:
         saved_s = min(times.token_s, times.single_s(self._alive) / self._alive)
         return chance * saved_s > MARGIN * (times.slope_s + cost_s)
 
-    def _append(self, state: _Row, tokens: Sequence[int], *, is_observed: bool) -> None:
+    def _append(self, state: _DraftedRow, tokens: Sequence[int], *, is_observed: bool) -> None:
         """Append generated tokens to the text, and learn from what lookup would have drafted."""
         for drafter in state.drafters:
             if drafter.source != "lookup" or is_observed:

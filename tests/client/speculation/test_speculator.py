@@ -84,9 +84,7 @@ class Simulation:
             seconds = self._single_s + self._slope_s * len(draft)
             self.clock.now += seconds
             self.speculator.record(0, draft, generated)
-            self.speculator.end_step(
-                len(draft) + 1, len(generated), seconds, self._num_decoding
-            )
+            self.speculator.end_step(len(draft) + 1, len(generated), seconds, self._num_decoding)
             done += len(generated)
         return (self.clock.now - began) / done
 
