@@ -66,7 +66,7 @@ from benchmarks.options import Options, Quant
 from benchmarks.picture_scores import check_scorer
 from benchmarks.regions import bench as regions
 from benchmarks.results import FOLDER, load_average, write_result
-from benchmarks.wan import auto
+from benchmarks.wan import auto, drafts
 from benchmarks.wan import bench as wan
 from benchmarks.wan.cells import CODECS
 from nesa_node.core.errors import ConfigError
@@ -88,6 +88,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "decode": decode,
     "defaults": thread_settings,
     "directory-scale": directory_scale,
+    "drafts": drafts,
     "distribution-votes": distribution_votes,
     "estimate": estimate,
     "forecast": forecast,
@@ -220,6 +221,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ga", choices=("corrected", "printed"), help="operators of the paper, or ours (tuning)")
     add("--scorer", help="a folder with a CLIP model that scores pictures")
     add("--matrix", help="an .npz of round trips in seconds, zeros missing")
+    add("--draft", help="the folder of a draft model, to be tried beside lookup (drafts)")
     add("--snapshots", type=int, help="of a trace (changes, gating, stability)")
     add("--seed", type=int, help="of weights, prompts and events [default: 0]")
     return parser

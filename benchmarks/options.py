@@ -44,6 +44,7 @@ class Options:
     matrix: str | None = None
     scorer: str | None = None
     snapshots: int = 0
+    draft: str | None = None
     seed: int = 0
 
     @property
@@ -57,5 +58,5 @@ class Options:
 
     def as_json(self) -> dict[str, Any]:
         """For results: of a path only its name, since its folder is this machine's."""
-        names = {"matrix": self.matrix, "scorer": self.scorer}
+        names = {"matrix": self.matrix, "scorer": self.scorer, "draft": self.draft}
         return asdict(self) | {key: path and Path(path).name for key, path in names.items()}

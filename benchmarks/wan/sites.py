@@ -54,6 +54,10 @@ class WanSwarm:
             "new_tokens": options.new_tokens,
             "seed": options.seed,
         }
+        return self.ask(order, str(asdict(cell)))
+
+    def ask(self, order: dict[str, Any], what: str) -> dict[str, Any]:
+        """The client's answer to an order, and the bytes that the legs carried meanwhile."""
         before = self._carried()
         assert self.client.stdin is not None
         assert self.client.stdout is not None
@@ -62,7 +66,7 @@ class WanSwarm:
         line = self.client.stdout.readline()
         if not line:
             log = self.client_log.read_text(encoding="utf-8", errors="replace")
-            raise SwarmError(f"the client ended instead of generating {asdict(cell)}:\n{log}")
+            raise SwarmError(f"the client ended instead of generating {what}:\n{log}")
         found: dict[str, Any] = json.loads(line)
         return found | {"wire_bytes": self._carried() - before}
 

@@ -23,6 +23,7 @@ from nesa_node.client.session.hop import LinkState
 from nesa_node.client.session.session import RemoteSession
 from nesa_node.core.ids import PeerId
 from nesa_node.core.settings.choices import RouteName as Routing
+from nesa_node.swarm.protocol.messages import Opened as OpenedMessage
 from tests.client.scripted_nodes import HIDDEN, NO_SWARM, RNG, ScriptedRoute, Spoil, request
 
 HOPS = 3
@@ -298,6 +299,33 @@ async def test_a_rollback_begins_an_epoch_and_needs_no_recovery(
         assert torch.equal(output_TD, hidden(3) + HOPS)
         assert session.recoveries == 0
         assert len(route.rebuilds) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "version", "waits"),
+    [
+        ("chain", (1, 10), False),
+        ("chain", (1, 9), True),
+        ("star", (1, 9), False),
+    ],
+)
+async def test_a_rollback_waits_only_for_old_nodes_of_a_chain(
+    monkeypatch: pytest.MonkeyPatch, mode: Routing, version: tuple[int, int], waits: bool
+) -> None:
+    async with opened(monkeypatch, mode) as (session, route):
+        await session.step(hidden(6), [RowSlice(0, 0, 6)])
+        for link, node in zip(route.links, route.scripted, strict=True):
+            link.opened = OpenedMessage(
+                version=version, max_tokens=99, context_length=99, step_timeout_s=1.0
+            )
+            node.obeys_s = 0.2
+        began = time.monotonic()
+        await session.rollback([2])
+        assert (time.monotonic() - began >= 0.2) == waits
+        if mode == "star":
+            output_TD = await session.step(hidden(3), [RowSlice(0, 2, 3)])
+            assert torch.equal(output_TD, hidden(3) + HOPS)
+        assert session.recoveries == 0
 
 
 @pytest.mark.parametrize("mode", ROUTINGS)

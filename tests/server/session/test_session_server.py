@@ -30,6 +30,8 @@ from nesa_node.swarm.protocol.messages import (
     Opened,
     PushOpen,
     PushOpened,
+    RolledBack,
+    RowSlice,
 )
 from tests.server.bench import Node, Peer, open_node
 
@@ -362,6 +364,35 @@ async def test_no_more_than_two_pushes_of_a_session_wait_for_its_epoch(blocks: M
         peer.link(upstream="up")
         await streams[1].hear_a(PushOpened)
         assert (await push(node, peer, "up", peer.secret)).epoch == 1  # type: ignore[union-attr]
+        await end(peer)
+
+
+async def test_a_step_that_is_pushed_before_its_rollback_comes_is_waited_with(
+    blocks: ModelBlocks,
+) -> None:
+    """A client rolls all nodes of a chain back at once, and sends the first its next step."""
+    async with open_node(blocks) as node:
+        peer = node.peer()
+        peer.open(upstream="up")
+        await peer.wire.hear_a(Opened)
+        peer.link(upstream="up")
+        await peer.wire.hear_a(Linked)
+        upstream = Peer(node.connect("up"), blocks, session=peer.session)
+        upstream.wire.say(
+            PushOpen(version=VERSION, session=peer.session, secret=peer.secret, epoch=1)
+        )
+        await upstream.wire.hear_a(PushOpened)
+        upstream.epoch, upstream.lengths = 1, [0]
+        upstream.step({0: 6})
+        assert (await peer.output())[0].rows == (RowSlice(0, 0, 6),)
+        upstream.epoch, upstream.lengths = 2, [3]
+        pushed = upstream.step({0: 2})
+        await asyncio.sleep(0.05)
+        peer.rollback([3])
+        assert (await peer.wire.hear_a(RolledBack)).epoch == 2
+        output, _ = await peer.output()
+        assert (output.epoch, output.rows, output.decoding) == (2, pushed.rows, 1)
+        upstream.wire.hang_up()
         await end(peer)
 
 
