@@ -2,15 +2,15 @@
 
     python -m benchmarks.draft_model demo OUT --minutes 20
 
-The draft has the model's embedding, final norm and head, which stay as they are, and some of its
-blocks, which are trained on answers that the model gave: at each position towards its distribution
-of next tokens. `nesa-node generate MODEL --draft OUT` uses it, as `--draft auto` does in a folder
-`draft` inside the model's.
+The draft has the model's embedding and head, which stay as they are, and some of its blocks, which
+are trained on answers that the model gave: at each position towards what its head gets there, and
+its distribution of next tokens. `nesa-node generate MODEL --draft OUT` uses it, as `--draft auto`
+does in a folder `draft` inside the model's.
 
 "Distilling the Knowledge in a Neural Network" (Hinton et al., 2015), equation 1 at temperature 1,
 over the `TEACHER_TOKENS` likeliest tokens and the rest as one.
 
-B rows, L columns, V vocabulary, K likeliest tokens.
+B rows, L columns, T positions that are not padding, D hidden, V vocabulary, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ from nesa_node.core.settings.declaration import default_cache_dir
 from nesa_node.engine.weights.demo_model import demo_model_path
 
 TEACHER_TOKENS = 16
-ANSWER_TOKENS = 160
-BATCH = 16
+HEAD_SHARE = 0.25
 TEACHER_SHARE = 0.4
 """Share of the time in which the model answers; the rest is training."""
 LEARNING_RATE = 6e-4
@@ -76,9 +75,14 @@ class TaughtBatch:
 
     ids_BL: torch.Tensor
     mask_BL: torch.Tensor
+    hidden_BLD: torch.Tensor
+    """What the head gets, in float16."""
     likely_BLK: torch.Tensor
     """Ids of the likeliest next tokens."""
     chances_BLK: torch.Tensor
+
+    def select(self, rows: torch.Tensor) -> TaughtBatch:
+        return TaughtBatch(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 def make_prompts(rng: random.Random) -> Iterator[str]:
@@ -100,7 +104,9 @@ def make_prompts(rng: random.Random) -> Iterator[str]:
 
 
 @torch.no_grad()
-def ask_teacher(teacher: Any, tokenizer: Any, prompts: Sequence[str], seed: int) -> TaughtBatch:
+def ask_teacher(
+    teacher: Any, tokenizer: Any, prompts: Sequence[str], answer_tokens: int, seed: int
+) -> TaughtBatch:
     """Answers to `prompts`, half of them greedy, with the distributions along them."""
     texts = [
         tokenizer.apply_chat_template(
@@ -114,7 +120,7 @@ def ask_teacher(teacher: Any, tokenizer: Any, prompts: Sequence[str], seed: int)
     torch.manual_seed(seed)
     ids_BL = teacher.generate(
         **encoded,
-        max_new_tokens=ANSWER_TOKENS,
+        max_new_tokens=answer_tokens,
         do_sample=bool(seed % 2),
         **({"temperature": 0.7, "top_k": 0} if seed % 2 else {"temperature": None}),
         top_p=None,
@@ -122,10 +128,12 @@ def ask_teacher(teacher: Any, tokenizer: Any, prompts: Sequence[str], seed: int)
     )
     answer_BL = torch.ones_like(ids_BL[:, encoded["input_ids"].shape[1] :])
     mask_BL = torch.cat([encoded["attention_mask"], answer_BL], 1)
-    logits_BLV = teacher(ids_BL, attention_mask=mask_BL).logits
+    hidden_BLD = teacher.model(ids_BL, attention_mask=mask_BL).last_hidden_state
+    logits_BLV = teacher.lm_head(hidden_BLD)
     likely = logits_BLV.topk(TEACHER_TOKENS)
     total_BL1 = logits_BLV.logsumexp(-1, keepdim=True)
-    return TaughtBatch(ids_BL, mask_BL, likely.indices, (likely.values - total_BL1).exp())
+    chances_BLK = (likely.values - total_BL1).exp()
+    return TaughtBatch(ids_BL, mask_BL, hidden_BLD.half(), likely.indices, chances_BLK)
 
 
 def make_student(teacher: Any, layers: Sequence[int]) -> Any:
@@ -150,25 +158,47 @@ def make_student(teacher: Any, layers: Sequence[int]) -> Any:
     return student
 
 
-def distillation_loss(logits_BLV: torch.Tensor, batch: TaughtBatch) -> torch.Tensor:
-    """Cross entropy with the teacher's distribution, the tokens beyond K as one."""
-    logs_BLV = logits_BLV.log_softmax(-1)
-    logs_BLK = logs_BLV.gather(-1, batch.likely_BLK)
-    rest_BL = (1 - batch.chances_BLK.sum(-1)).clamp_min(0)
-    others_BL = (1 - logs_BLK.exp().sum(-1)).clamp_min(1e-6).log()
-    loss_BL = -(batch.chances_BLK * logs_BLK).sum(-1) - rest_BL * others_BL
-    return (loss_BL * batch.mask_BL).sum() / batch.mask_BL.sum()
+def distillation_loss(student: Any, batch: TaughtBatch, rng: random.Random) -> torch.Tensor:
+    """Of hidden states at all positions, and of distributions at some of them.
+
+    The first is the square of the error, relative to the teacher's; the second the cross entropy
+    with the teacher's distribution, the tokens beyond K as one. The head, which does not change, is
+    most of the work: it runs at `HEAD_SHARE` of the positions.
+    """
+    hidden_BLD = student.model(batch.ids_BL, attention_mask=batch.mask_BL).last_hidden_state
+    seen_BL = batch.mask_BL != 0
+    ours_TD, theirs_TD = hidden_BLD[seen_BL], batch.hidden_BLD[seen_BL].float()
+    errors_T = (ours_TD - theirs_TD).square().mean(-1) / theirs_TD.square().mean(-1)
+    count = max(int(HEAD_SHARE * len(ours_TD)), 1)
+    picked = torch.tensor(rng.sample(range(len(ours_TD)), count))
+    logs_TV = student.lm_head(ours_TD[picked]).log_softmax(-1)
+    chances_TK = batch.chances_BLK[seen_BL][picked]
+    logs_TK = logs_TV.gather(-1, batch.likely_BLK[seen_BL][picked])
+    rest_T = (1 - chances_TK.sum(-1)).clamp_min(0)
+    others_T = (1 - logs_TK.exp().sum(-1)).clamp_min(1e-6).log()
+    losses_T = -(chances_TK * logs_TK).sum(-1) - rest_T * others_T
+    loss: torch.Tensor = errors_T.mean() + losses_T.mean()
+    return loss
 
 
 @torch.no_grad()
-def agreement(student: Any, batch: TaughtBatch) -> float:
+def agreement(student: Any, batch: TaughtBatch, answer_tokens: int) -> float:
     """Share of positions of the answers at which the likeliest tokens of both are the same."""
     best_BL = student(batch.ids_BL, attention_mask=batch.mask_BL).logits.argmax(-1)
     same_BL = best_BL == batch.likely_BLK[..., 0]
-    return float(same_BL[:, -ANSWER_TOKENS:-1].float().mean())
+    return float(same_BL[:, -answer_tokens:-1].float().mean())
 
 
-def distil(source: Path, out: Path, layers: Sequence[int], minutes: float, seed: int) -> float:
+def distil(
+    source: Path,
+    out: Path,
+    layers: Sequence[int],
+    minutes: float,
+    *,
+    batch_rows: int,
+    answer_tokens: int,
+    seed: int,
+) -> float:
     """Train, write the draft model to `out`, and return its agreement on answers held out."""
     auto: Any = AutoModelForCausalLM
     tokenizers: Any = AutoTokenizer
@@ -181,13 +211,15 @@ def distil(source: Path, out: Path, layers: Sequence[int], minutes: float, seed:
     began = time.monotonic()
     taught: list[TaughtBatch] = []
     while time.monotonic() - began < 60 * minutes * TEACHER_SHARE or len(taught) <= HELD_OUT:
-        asked = list(itertools.islice(prompts, BATCH))
-        taught.append(ask_teacher(teacher, tokenizer, asked, seed + len(taught)))
-        print(f"{len(taught) * BATCH} answers after {time.monotonic() - began:.0f} s", flush=True)
+        asked = list(itertools.islice(prompts, batch_rows))
+        taught.append(ask_teacher(teacher, tokenizer, asked, answer_tokens, seed + len(taught)))
+        print(
+            f"{len(taught) * batch_rows} answers after {time.monotonic() - began:.0f} s", flush=True
+        )
     held_out, taught = taught[:HELD_OUT], taught[HELD_OUT:]
     trained = [weights for weights in student.parameters() if weights.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.01)
-    print(f"agreement before: {agreement(student, held_out[0]):.1%}", flush=True)
+    print(f"agreement before: {agreement(student, held_out[0], answer_tokens):.1%}", flush=True)
     train_began, until = time.monotonic(), began + 60 * minutes
     step, shown = 0, 0.0
     while (now := time.monotonic()) < until or not step:
@@ -195,10 +227,8 @@ def distil(source: Path, out: Path, layers: Sequence[int], minutes: float, seed:
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / 20) * max(1.0 - done, 0.02)
         batch = rng.choice(taught)
-        rows = torch.tensor(rng.sample(range(len(batch.ids_BL)), BATCH // 2))
-        part = TaughtBatch(*(getattr(batch, name)[rows] for name in TaughtBatch.__slots__))
-        logits_BLV = student(part.ids_BL, attention_mask=part.mask_BL).logits
-        loss = distillation_loss(logits_BLV, part)
+        rows = torch.tensor(rng.sample(range(batch_rows), max(batch_rows // 2, 1)))
+        loss = distillation_loss(student, batch.select(rows), rng)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -206,8 +236,8 @@ def distil(source: Path, out: Path, layers: Sequence[int], minutes: float, seed:
         step += 1
         if now - shown > 30:
             shown = now
-            print(f"step {step}: loss {float(loss):.3f}", flush=True)
-    found = agreement(student, held_out[0])
+            print(f"step {step}: loss {float(loss.detach()):.3f}", flush=True)
+    found = agreement(student, held_out[0], answer_tokens)
     save(student, source, out)
     return found
 
@@ -228,12 +258,22 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--layers", default="0,1,2,-1", help="blocks to begin with")
+    parser.add_argument("--batch-rows", type=int, default=16, help="answers that are given at once")
+    parser.add_argument("--answer-tokens", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     source = demo_model_path(default_cache_dir()) if given.model == "demo" else Path(given.model)
     blocks = int(AutoConfig.from_pretrained(source, local_files_only=True).num_hidden_layers)
     layers = [int(text) % blocks for text in given.layers.split(",")]
-    found = distil(source, given.out, layers, given.minutes, given.seed)
+    found = distil(
+        source,
+        given.out,
+        layers,
+        given.minutes,
+        batch_rows=given.batch_rows,
+        answer_tokens=given.answer_tokens,
+        seed=given.seed,
+    )
     print(f"{given.out}: blocks {layers}, agreement on answers held out {found:.1%}")
     return 0
 

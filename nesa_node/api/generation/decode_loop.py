@@ -337,7 +337,7 @@ class Generation:
         lengths, start = list(session.lengths), 0
         for choice, draft in zip(alive, drafts, strict=True):
             tokens: list[int] = []
-            for logits_1V in logits_TV[start : start + len(draft) + 1].split(1):
+            for logits_1V in torch.split(logits_TV[start : start + len(draft) + 1], 1):
                 event = self._step_choice(choice, logits_1V)
                 events.append(event)
                 tokens.append(choice.last_token)

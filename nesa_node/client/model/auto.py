@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,8 @@ from nesa_node.client.model.head import EmbeddingAndHead, HeadBatcher
 from nesa_node.client.model.layers import LocalConnection
 from nesa_node.client.routing.request import ConnectionOptions
 from nesa_node.client.session.base import SALT_BYTES, Connect, SwarmConnection
-from nesa_node.client.speculation.draft_model import ModelDrafter, check_draft_vocabulary
+from nesa_node.client.speculation.draft_model import open_drafting
 from nesa_node.client.speculation.drafting import Drafting
-from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.addresses import parse_peer_address
@@ -44,7 +43,7 @@ from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.kernels.threads import fix_threads
 from nesa_node.engine.model.devices import choose_device, require_room_for_embedder_and_head
 from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
-from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
+from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.files import convert_parse_errors
 from nesa_node.engine.weights.hub import open_checkpoint
 from nesa_node.engine.weights.tokenizer import load_discovered_tokenizer, load_tokenizer
@@ -215,9 +214,9 @@ class AutoDistributedModelForCausalLM:
                 str(draft),
                 checkpoint,
                 partial(open_checkpoint, cache_dir=cache, token=token),
+                build_local_model,
                 private=private,
                 decisions_path=options.decisions_path,
-                dtype=resolved,
             ),
         )
 
@@ -298,48 +297,13 @@ def build_model(
     )
 
 
-def open_drafting(
-    draft: str,
-    checkpoint: Checkpoint,
-    open_draft: Callable[[str], Checkpoint],
-    *,
-    private: str = "none",
-    decisions_path: Path | None = None,
-    dtype: torch.dtype,
-) -> Drafting | None:
-    """What drafts for the sessions of a model by the setting `draft`; None: nothing does.
+def build_local_model(checkpoint: Checkpoint) -> DistributedModelForCausalLM:
+    """Make a model with all of its blocks in this process, in the dtype of its files."""
 
-    `open_draft` opens the checkpoint of a draft model, which computes in `dtype` on the CPU. Raises
-    what that raises, and `ConfigError` for a model with another vocabulary and for drafts in
-    private sessions.
-    """
-    if draft == "off" or (draft == "auto" and private != "none"):
-        return None
-    if private != "none":
-        raise ConfigError(
-            f"draft={draft} with private={private}: rejected drafts would be sent as well, which "
-            "takes time or tells more; leave one of them out"
-        )
-    model_id = compute_model_id(checkpoint)
-    decisions = None if decisions_path is None else DecisionLog(decisions_path)
-    if draft == "auto":
-        beside = Path(checkpoint.name).expanduser() / "draft"
-        draft = str(beside) if (beside / "config.json").is_file() else "lookup"
-    if draft == "lookup":
-        return Drafting(model_id, decisions=decisions)
-    small = open_draft(draft)
-    check_draft_vocabulary(checkpoint, small)
-    model = build_model(small, _refuse_to_connect, dtype=dtype, client_blocks=(small.num_blocks, 0))
-    return Drafting(
-        model_id,
-        new_model_drafter=partial(ModelDrafter, model),
-        close_model=model.close,
-        decisions=decisions,
-    )
+    def refuse(_: ComputeLogits) -> NoReturn:
+        raise AssertionError("a model with all of its blocks in this process joins no swarm")
 
-
-def _refuse_to_connect(_: ComputeLogits) -> NoReturn:
-    raise AssertionError("a draft model has all of its blocks in this process")
+    return build_model(checkpoint, refuse, client_blocks=(checkpoint.num_blocks, 0))
 
 
 def choose_prefix_salt(reuse_prefix: bool, salt: bytes | None) -> bytes | None:
@@ -429,9 +393,9 @@ def open_model(
             config.draft,
             checkpoint,
             partial(open_named_checkpoint, config),
+            build_local_model,
             private=config.private,
             decisions_path=default_decisions_path(),
-            dtype=dtype,
         ),
     )
     return model, tokenizer

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ import torch
 
 from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.model.inference_session import InferenceSession
+from nesa_node.client.speculation.drafting import Drafting
 from nesa_node.client.speculation.drafts import (
     CONFIDENCE_LEVELS,
     DraftKind,
     DraftSource,
     DraftToken,
 )
+from nesa_node.core.decision_log import DecisionLog
 from nesa_node.core.errors import ConfigError
-from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 
 MAX_DRAFT_CONTEXT_TOKENS = 4096
 """Longest text that a draft model goes on with: its cache is in this process."""
@@ -66,7 +69,47 @@ class ModelDrafter:
         self._session = None
 
 
-def check_draft_vocabulary(model: Checkpoint, draft: Checkpoint) -> None:
+def open_drafting(
+    draft: str,
+    checkpoint: Checkpoint,
+    open_draft: Callable[[str], Checkpoint],
+    build: Callable[[Checkpoint], DistributedModelForCausalLM],
+    *,
+    private: str = "none",
+    decisions_path: Path | None = None,
+) -> Drafting | None:
+    """What drafts for the sessions of a model by the setting `draft`; None: nothing does.
+
+    `open_draft` opens the checkpoint of a draft model, and `build` makes a model of it with all of
+    its blocks in this process. Raises what they raise, and `ConfigError` for a model with another
+    vocabulary and for drafts in private sessions.
+    """
+    if draft == "off" or (draft == "auto" and private != "none"):
+        return None
+    if private != "none":
+        raise ConfigError(
+            f"draft={draft} with private={private}: rejected drafts would be sent as well, which "
+            "takes time or tells more; leave one of them out"
+        )
+    model_id = compute_model_id(checkpoint)
+    decisions = None if decisions_path is None else DecisionLog(decisions_path)
+    if draft == "auto":
+        beside = Path(checkpoint.name).expanduser() / "draft"
+        draft = str(beside) if (beside / "config.json").is_file() else "lookup"
+    if draft == "lookup":
+        return Drafting(model_id, decisions=decisions)
+    small = open_draft(draft)
+    _check_vocabulary(checkpoint, small)
+    model = build(small)
+    return Drafting(
+        model_id,
+        new_model_drafter=partial(ModelDrafter, model),
+        close_model=model.close,
+        decisions=decisions,
+    )
+
+
+def _check_vocabulary(model: Checkpoint, draft: Checkpoint) -> None:
     """Raise `ConfigError` unless both models have one vocabulary, by size and by tokenizer."""
     sizes = [one.config.vocab_size for one in (model, draft)]
     if sizes[0] != sizes[1]:

@@ -48,7 +48,7 @@ def drafted_by(model: DistributedModelForCausalLM, drafting: Drafting) -> Iterat
 def texts_of(ids_BL: torch.Tensor, mask_BL: torch.Tensor | None = None) -> list[list[int]]:
     """Rows without their padding."""
     if mask_BL is None:
-        return ids_BL.tolist()  # type: ignore[no-any-return]
+        return [row.tolist() for row in ids_BL]
     more = ids_BL.shape[1] - mask_BL.shape[1]
     whole_BL = torch.nn.functional.pad(mask_BL, (0, more), value=1)
     return [row[seen != 0].tolist() for row, seen in zip(ids_BL, whole_BL, strict=True)]
@@ -75,7 +75,8 @@ def test_a_batch_of_padded_rows_is_that_of_transformers(pair: Pair) -> None:
     options: Any = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 2}
     expected = alone.generate(ids, attention_mask=mask, **options)  # type: ignore[operator]
     stop = int(expected[1, -5])
-    for more in ({}, {"eos_token_id": stop}):
+    stops: list[dict[str, Any]] = [{}, {"eos_token_id": stop}]
+    for more in stops:
         expected = alone.generate(  # type: ignore[operator]
             ids, attention_mask=mask, **options, **more
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from nesa_node.client.speculation.drafting import Drafting
 from nesa_node.client.speculation.drafts import DraftKind, DraftSource, DraftToken
 from nesa_node.core.ids import ModelId
+from nesa_node.core.metrics import DRAFT_TOKENS
 
 SURE = DraftKind("model", 7)
 
@@ -43,13 +44,10 @@ def scripted_drafting(texts: Sequence[Sequence[int]], wrong_every: int = 0) -> D
 
 def accepted_and_drafted(drafting: Drafting) -> tuple[int, int]:
     """Of all sessions so far, from the samples for Prometheus."""
-    counts = {
-        sample.labels[1:]: sample.value
-        for sample in drafting.samples()
-        if sample.metric.name == "nesa_draft_tokens_total"
-    }
-    right = sum(int(n) for (_, told), n in counts.items() if told == "accepted")  # type: ignore
-    return right, sum(map(int, counts.values()))  # type: ignore[arg-type]
-
-
-Draft = Callable[[], Drafting]
+    right = drafted = 0
+    for sample in drafting.samples():
+        if sample.metric is DRAFT_TOKENS:
+            assert isinstance(sample.value, int)
+            drafted += sample.value
+            right += sample.value * (sample.labels[-1] == "accepted")
+    return right, drafted

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from nesa_node.client.model.auto import AutoDistributedModelForCausalLM, open_drafting
-from nesa_node.client.speculation.draft_model import ModelDrafter
+from nesa_node.client.model.auto import AutoDistributedModelForCausalLM, build_local_model
+from nesa_node.client.speculation.draft_model import ModelDrafter, open_drafting
 from nesa_node.client.speculation.drafting import Drafting
 from nesa_node.core.errors import ConfigError, ModelNotFoundError
 from nesa_node.engine.weights.hub import open_checkpoint
@@ -23,7 +22,7 @@ from tests.engine.tiny_models import greedy, prompt_ids, reference
 
 def drafting_of(folder: Path, draft: str, **options: Any) -> Drafting | None:
     opened = partial(open_checkpoint, cache_dir=folder)
-    return open_drafting(draft, opened(str(folder)), opened, **{"dtype": torch.float32, **options})
+    return open_drafting(draft, opened(str(folder)), opened, build_local_model, **options)
 
 
 def test_it_drafts_its_greedy_tokens_also_after_others_were_taken(
