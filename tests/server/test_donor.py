@@ -164,3 +164,25 @@ async def test_session_that_is_cut_all_the_time_is_given_up_for_now(blocks: Mode
         assert await sending.sync() == (0,)
     asked = [await wire.hear_a(Sync) for _ in range(MAX_TRUNCATIONS + 1)]
     assert [message.lengths for message in asked] == [(0,), (20,), (20,), (20,), (0,)]
+
+
+async def test_cuts_of_the_last_tokens_do_not_keep_a_session_from_being_handed_over(
+    blocks: ModelBlocks,
+) -> None:
+    """As speculation cuts it with each step: each time more of it is in place."""
+    pool = blocks.new_pool(TOKENS)
+    table = pool.reserve(pool.num_pages).new_table()
+    table.reserve(TOKENS)
+    blocks.forward(torch.randn(TOKENS, blocks.hidden_size), [RowChunk(table, TOKENS)])
+    wire = _Cuts("successor", Pages)
+    cuts = 3 * MAX_TRUNCATIONS
+    wire.times = cuts
+    lengths = iter(range(TOKENS - cuts, TOKENS))
+    async with open_executor() as executor:
+        sending = TransferSender(cast(Any, wire), state_of(table, blocks), executor)
+        wire.cut = lambda: sending.truncate([next(lengths)])
+        for _ in range(cuts + 2):
+            wire.say(Synced(lengths=(TOKENS,)))
+        assert await sending.sync() == (TOKENS,)
+    asked = [await wire.hear_a(Sync) for _ in range(cuts + 2)]
+    assert [message.lengths[0] for message in asked[1:]] == [*range(TOKENS - cuts, TOKENS + 1)]

@@ -37,8 +37,9 @@ TRANSFER_TIMEOUT_S = 30.0
 
 
 MAX_TRUNCATIONS = 4
-"""Most truncations during one hand-over, after each of which the rest is sent. Beam search
-truncates a session with every step."""
+"""Most truncations during one hand-over, after each of which the rest is sent, that leave no more
+in place than there was before. Beam search truncates a session with every step, to nothing;
+speculation nearly so, by a few tokens."""
 
 
 class TransferSender:
@@ -74,7 +75,8 @@ class TransferSender:
             raise ProtocolError("downstream_lost", str(error)) from error
 
     async def _send_all(self) -> None:
-        for _ in range(MAX_TRUNCATIONS):
+        most, in_vain = 0, 0
+        while in_vain < MAX_TRUNCATIONS:
             truncations = self._truncations
             if self._must_truncate:
                 self._must_truncate = False
@@ -90,6 +92,8 @@ class TransferSender:
                 await self._send_output(held, truncations)
             if self._truncations == truncations:
                 return
+            in_place = sum(self._sent) + sum(self._outputs_sent)
+            most, in_vain = (in_place, 1) if in_place > most else (most, in_vain + 1)
         # Truncations outpace the transfer. Pages without their kept outputs are of no use.
         self.truncate([0] * len(self._sent))
 

@@ -65,6 +65,24 @@ class _Talk(_Conversation):
 
 
 @pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--draft", "/nowhere"], 3, "/nowhere is no folder"),
+        (["--draft", "lookup", "--private", "ckks"], 2, "draft=lookup with private=ckks"),
+    ],
+)
+def test_drafts_that_cannot_be_made_are_refused_in_one_line(
+    model: Path, capsys: pytest.CaptureFixture[str], flags: list[str], code: int, words: str
+) -> None:
+    argv = ["generate", str(model), "hello", "--initial-peers", PEER, *flags]
+    assert run_command(argv) == code
+    told = capsys.readouterr().err.strip()
+    assert told.startswith("error: ")
+    assert words in told
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize(
     ("lengths", "code", "words"),
     [
         (["--max-length", "-5"], 2, "--max-length must be at least 1"),

@@ -175,3 +175,25 @@ def test_a_chain_that_was_outvoted_is_told_as_a_whole(
     names = f"…{PEERS[0][-6:]} → …{PEERS[1][-6:]}"
     assert f"audit of {names}, blocks 0:5, by the cdv" in _explain(capsys, "dddd")
     assert f"{names} 0:5 outvoted" in _explain(capsys)
+
+
+def test_a_speculation_says_what_was_drafted_and_gained(
+    log: DecisionLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {
+        "model": "tiny@01",
+        "steps": 40,
+        "tokens": 100,
+        "seconds": 5.0,
+        "gain": 2.25,
+        "drafted": {"lookup": 80, "model": 20},
+        "accepted": {"lookup": 60},
+    }
+    log.add(LoggedDecision("speculation", "ee" * 16, 1.8e9, body))
+    text = _explain(capsys, "eeee")
+    assert "100 tokens in 40 steps, 2.25 times as fast as one by one" in " ".join(text.split())
+    assert "drafted by lookup: 80 tokens, 60 accepted (75%)" in text
+    assert "drafted by model: 20 tokens, 0 accepted (0%)" in text
+    listed = _explain(capsys)
+    assert "eeeeeeeeeeee" in listed
+    assert "100 tokens in 40 steps" in " ".join(listed.split())
