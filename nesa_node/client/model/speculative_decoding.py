@@ -5,10 +5,10 @@ B rows, L columns, T packed tokens, V vocabulary.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -144,11 +144,11 @@ class SpeculativeDecoding:
         row_ids = [torch.empty(0, dtype=torch.int64, device=device)] * len(self._rows)
         for at in alive:
             row_ids[at] = torch.tensor([self._rows[at].last_token, *drafts[at]], device=device)
-        began = time.perf_counter()
+        began = perf_counter()
         hidden_TD = session.feed(row_ids)
         generated = self._verify(hidden_TD, drafts)
         sent = sum(map(len, row_ids))
-        seconds = time.perf_counter() - began
+        seconds = perf_counter() - began
         speculator.end_step(sent, generated, seconds, session.num_decoding)
 
     def _verify(self, hidden_TD: torch.Tensor, drafts: Sequence[Sequence[int]]) -> int:
@@ -210,14 +210,14 @@ class SpeculativeDecoding:
         count = min(count, self._greedy_stop.max_tokens - done)
         stop = StopCondition(count, self._greedy_stop.min_tokens - done, self._greedy_stop.stop_ids)
         tokens: list[int] = []
-        began = time.perf_counter()
+        began = perf_counter()
         following = self._session.generate_greedy(row.ids_1L[0, -1:], stop)
         with closing(following):
             for token in following:
                 tokens.append(token)
                 if self._streamer is not None:
                     self._streamer.put(torch.tensor([token]))
-        seconds = time.perf_counter() - began
+        seconds = perf_counter() - began
         row.ids_1L = torch.cat([row.ids_1L, row.ids_1L.new_tensor([tokens])], dim=-1)
         row.is_done = self._greedy_stop.is_last(tokens[-1], done + len(tokens) - 1)
         self._speculator.record_plain(0, tokens, seconds, self._session.num_decoding)

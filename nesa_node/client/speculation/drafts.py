@@ -61,19 +61,26 @@ class LookupDrafter:
 
     def __init__(self) -> None:
         self._text: list[int] = []
+        self._unread: list[int] = []
+        """Tokens of the text that are not indexed: that is done where a draft is asked for."""
         self._ends: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in LOOKUP_NGRAMS)
         """By length of n-gram: where its latest occurrence ends, the last tokens' excepted."""
 
     def append(self, tokens: Sequence[int]) -> None:
-        for token in tokens[-MAX_LOOKUP_TOKENS:]:
+        self._unread += tokens
+
+    def _index(self) -> None:
+        for token in self._unread[-MAX_LOOKUP_TOKENS:]:
             end = len(self._text)
             for length, ends in zip(LOOKUP_NGRAMS, self._ends, strict=True):
                 if end >= length:
                     ends[tuple(self._text[end - length : end])] = end
             self._text.append(token)
+        self._unread.clear()
 
     def draft(self) -> Iterator[DraftToken]:
         """None where the last two tokens are new. A loop of the text is gone on with for ever."""
+        self._index()
         text = self._text
         at = self._find_end()
         if at is None:
@@ -89,6 +96,7 @@ class LookupDrafter:
 
     def close(self) -> None:
         self._text.clear()
+        self._unread.clear()
 
     def _find_end(self) -> int | None:
         for length, ends in zip(LOOKUP_NGRAMS, self._ends, strict=True):

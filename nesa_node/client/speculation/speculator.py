@@ -251,7 +251,8 @@ class Speculator:
     def _append(self, state: _DraftedRow, tokens: Sequence[int], *, is_observed: bool) -> None:
         """Append generated tokens to the text, and learn from what lookup would have drafted."""
         for drafter in state.drafters:
-            if drafter.source != "lookup" or is_observed:
+            # Where nothing would be drafted, learning is not worth its time.
+            if drafter.source != "lookup" or is_observed or self._limit <= 0:
                 drafter.append(tokens)
                 continue
             for token in tokens:

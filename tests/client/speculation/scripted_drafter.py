@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from nesa_node.client.speculation.drafting import Drafting
 from nesa_node.client.speculation.drafts import DraftKind, DraftSource, DraftToken
@@ -10,6 +11,14 @@ from nesa_node.core.ids import ModelId
 from nesa_node.core.metrics import DRAFT_TOKENS
 
 SURE = DraftKind("model", 7)
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class ScriptedDrafter:

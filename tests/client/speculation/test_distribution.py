@@ -27,11 +27,12 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 
 from nesa_node.api.generation.job import SamplingParams
 from nesa_node.api.generation.sampler import Sampler, SharedLogitsState
+from nesa_node.client.model import speculative_decoding
 from nesa_node.client.model.speculative_decoding import SpeculativeDecoding
 from nesa_node.client.speculation.drafting import Drafting
 from nesa_node.client.speculation.drafts import DraftSource, DraftToken
 from nesa_node.core.ids import ModelId
-from tests.client.speculation.scripted_drafter import SURE, accepted_and_drafted
+from tests.client.speculation.scripted_drafter import SURE, Clock, accepted_and_drafted
 
 VOCABULARY = 8
 TEXT_TOKENS = 1000
@@ -48,7 +49,8 @@ class MarkovSession:
     max_length = 1 << 20
     num_decoding = 1
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._held: list[int] = []
         self.ends = SimpleNamespace(device=torch.device("cpu"), head=lambda ids_T: LOGITS_VV[ids_T])
 
@@ -58,6 +60,7 @@ class MarkovSession:
 
     def feed(self, row_ids: Sequence[torch.Tensor], want: str = "all") -> torch.Tensor:
         self._held += row_ids[0].tolist()
+        self._clock.now += 0.01 + 0.0005 * len(row_ids[0])
         return row_ids[0] if want == "all" else row_ids[0][-1:]
 
     def rollback(self, lengths: Sequence[int]) -> None:
@@ -87,7 +90,7 @@ class LikelyDrafter:
         pass
 
 
-def sample(draws: int, warpers: LogitsProcessorList) -> tuple[Counts, float]:
+def sample(draws: int, warpers: LogitsProcessorList, clock: Clock) -> tuple[Counts, float]:
     """What followed each token, and the share of drafted tokens that were right."""
     torch.manual_seed(1)
     rng, counts = random.Random(2), {token: Counter[int]() for token in range(VOCABULARY)}
@@ -95,7 +98,7 @@ def sample(draws: int, warpers: LogitsProcessorList) -> tuple[Counts, float]:
     make_config: Any = GenerationConfig
     config = make_config(do_sample=True)
     for _ in range(-(-draws // TEXT_TOKENS)):
-        session: Any = MarkovSession()
+        session: Any = MarkovSession(clock)
         start = torch.tensor([[rng.randrange(VOCABULARY)]])
         criteria = StoppingCriteriaList([MaxLengthCriteria(1 + TEXT_TOKENS)])
         with drafting.speculate(b"", start.tolist()) as speculator:
@@ -130,9 +133,11 @@ def p_value(counts: Counts, probabilities_VV: torch.Tensor) -> float:
 @pytest.mark.parametrize("draws", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("warpers", [LogitsProcessorList(), WARPERS], ids=["plain", "warped"])
 def test_generated_tokens_have_the_distribution_of_the_model(
-    warpers: LogitsProcessorList, draws: int
+    warpers: LogitsProcessorList, draws: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts, share = sample(draws, warpers)
+    clock = Clock()
+    monkeypatch.setattr(speculative_decoding, "perf_counter", clock)
+    counts, share = sample(draws, warpers, clock)
     ids = torch.arange(VOCABULARY)[:, None]
     scores_VV = warpers(ids, LOGITS_VV.clone())  # type: ignore[arg-type]
     assert p_value(counts, scores_VV.softmax(-1)) > 1e-3

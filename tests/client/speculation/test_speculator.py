@@ -11,15 +11,7 @@ import pytest
 from nesa_node.client.speculation.acceptance import MAX_DRAFT_TOKENS
 from nesa_node.client.speculation.drafts import Drafter, DraftSource, DraftToken
 from nesa_node.client.speculation.speculator import PAUSE_TOKENS, Speculator
-from tests.client.speculation.scripted_drafter import SURE
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.client.speculation.scripted_drafter import SURE, Clock
 
 
 @dataclass
