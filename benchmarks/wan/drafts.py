@@ -24,7 +24,7 @@ from benchmarks.wan.sites import WanSwarm, open_wan_swarm
 DEFAULTS = Options(
     model="demo",
     nodes=(3,),
-    runs=1,
+    runs=6,
     new_tokens=128,
     round_trips_ms=(50,),
     bandwidths_mbit=(100,),
@@ -85,7 +85,8 @@ def measure(
     options: Options,
 ) -> list[dict[str, Any]]:
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for text in texts * options.runs:
+    for number in range(options.runs):
+        text = texts[number % len(texts)]
         order = {"text": text, "new_tokens": options.new_tokens, "codec": "none"}
         swarm.wan.set_all(Link())
         for way in ways:
