@@ -143,7 +143,7 @@ def make_student(teacher: Any, layers: Sequence[int]) -> Any:
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer] for layer in layers]
     auto: Any = AutoModelForCausalLM
-    student = auto.from_config(config, dtype=torch.float32)
+    student = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     own, known = student.state_dict(), teacher.state_dict()
     for name in own:
         parts = name.split(".")
@@ -203,8 +203,12 @@ def distil(
     auto: Any = AutoModelForCausalLM
     tokenizers: Any = AutoTokenizer
     with quiet_transformers():
-        teacher = auto.from_pretrained(source, dtype=torch.float32, local_files_only=True).eval()
-        tokenizer = tokenizers.from_pretrained(source, local_files_only=True)
+        teacher = auto.from_pretrained(
+            source, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        ).eval()
+        tokenizer = tokenizers.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False
+        )
     student = make_student(teacher, layers)
     rng = random.Random(seed)
     prompts = make_prompts(rng)
@@ -263,7 +267,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     source = demo_model_path(default_cache_dir()) if given.model == "demo" else Path(given.model)
-    blocks = int(AutoConfig.from_pretrained(source, local_files_only=True).num_hidden_layers)
+    blocks = int(
+        AutoConfig.from_pretrained(
+            source, local_files_only=True, trust_remote_code=False
+        ).num_hidden_layers
+    )
     layers = [int(text) % blocks for text in given.layers.split(",")]
     found = distil(
         source,

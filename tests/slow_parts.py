@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = Path(__file__).with_name("slow_seconds.json")
 UNKNOWN_S = 60.0
-_MARKS = ("mark.slow", "first_is_fast(")
+_MARKS = ("mark.slow", "first_is_fast(", "in_pieces(")
 
 
 def slow_files(folder: Path = ROOT / "tests") -> list[str]:

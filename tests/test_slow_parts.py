@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.slow_parts import UNKNOWN_S, measured, recorded, slow_files, split
 
 PARTS = 20
-LONGEST_S = 10 * 60
+LONGEST_S = 12 * 60
 
 
 def test_every_file_with_slow_tests_is_in_exactly_one_part() -> None:
@@ -15,7 +15,7 @@ def test_every_file_with_slow_tests_is_in_exactly_one_part() -> None:
     assert len(files) > 40
 
 
-def test_no_part_takes_more_than_ten_minutes() -> None:
+def test_no_part_takes_more_than_twelve_minutes() -> None:
     seconds = recorded()
     for part in split(slow_files(), seconds, PARTS):
         assert sum(seconds.get(file, UNKNOWN_S) for file in part) <= LONGEST_S, part

@@ -88,7 +88,9 @@ def answer(model: Any, order: dict[str, Any]) -> dict[str, Any]:
 def answer_text(settings: dict[str, Any], model: Any, order: dict[str, Any]) -> dict[str, Any]:
     """Answer a text greedily, up to its end or `new_tokens`; what became of drafts so far."""
     auto: Any = AutoTokenizer
-    tokenizer = auto.from_pretrained(settings["folder"], local_files_only=True)
+    tokenizer = auto.from_pretrained(
+        settings["folder"], local_files_only=True, trust_remote_code=False
+    )
     prompt_1L = tokenizer.apply_chat_template(
         [{"role": "user", "content": order["text"]}],
         add_generation_prompt=True,
