@@ -22,7 +22,7 @@ from nesa_node.client.speculation.drafts import (
     DraftToken,
 )
 from nesa_node.core.decision_log import DecisionLog
-from nesa_node.core.errors import ConfigError
+from nesa_node.core.errors import ConfigError, ModelNotFoundError
 from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 
 MAX_DRAFT_CONTEXT_TOKENS = 4096
@@ -98,7 +98,10 @@ def open_drafting(
         draft = str(beside) if (beside / "config.json").is_file() else "lookup"
     if draft == "lookup":
         return Drafting(model_id, decisions=decisions)
-    small = open_draft(draft)
+    try:
+        small = open_draft(draft)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"draft={draft} (or lookup, auto, off): {error}") from error
     _check_vocabulary(checkpoint, small)
     model = build(small)
     return Drafting(

@@ -89,7 +89,9 @@ def test_a_model_with_another_vocabulary_is_refused(
 
 
 def test_what_is_no_model_is_refused_by_its_name(tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(ModelNotFoundError, match="/nowhere"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"draft=/nowhere \(or lookup, auto, off\): /nowhere"
+    ):
         drafting_of(tiny("llama"), "/nowhere")
 
 
