@@ -345,10 +345,8 @@ def load_generation_config(checkpoint: Checkpoint) -> GenerationConfig:
 
 def open_named_checkpoint(config: ClientConfig, name: str) -> Checkpoint:
     """Open the checkpoint `name`, a folder or hub name. Raises as `open_checkpoint` does."""
-    # A revision is that of the model itself, not of one that drafts for it.
-    revision = config.revision if name != config.draft else None
     return open_checkpoint(
-        name, revision=revision, token=secret_text(config.token), cache_dir=config.cache_dir
+        name, revision=config.revision, token=secret_text(config.token), cache_dir=config.cache_dir
     )
 
 
@@ -392,7 +390,8 @@ def open_model(
         drafting=open_drafting(
             config.draft,
             checkpoint,
-            partial(open_named_checkpoint, config),
+            # A revision is that of the model itself.
+            partial(open_checkpoint, token=secret_text(config.token), cache_dir=config.cache_dir),
             build_local_model,
             private=config.private,
             decisions_path=default_decisions_path(),

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from nesa_node.client.model import auto
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM, build_local_model
 from nesa_node.client.speculation.draft_model import ModelDrafter, open_drafting
 from nesa_node.client.speculation.drafting import Drafting
 from nesa_node.core.errors import ConfigError, ModelNotFoundError
+from nesa_node.core.settings.models import ClientConfig
 from nesa_node.engine.weights.hub import open_checkpoint
 from tests.client.local_models import local_model
 from tests.engine.tiny_models import greedy, prompt_ids, reference
@@ -102,3 +104,17 @@ def test_private_sessions_draft_nothing(tiny: Callable[[str], Path], private: st
         AutoDistributedModelForCausalLM.from_pretrained(
             tiny("llama"), private=private, draft="lookup"
         )
+
+
+def test_a_model_that_drafts_for_itself_keeps_its_revision(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def opened(name: str, **options: Any) -> None:
+        asked.append((name, options["revision"]))
+
+    monkeypatch.setattr(auto, "open_checkpoint", opened)
+    name = str(tiny("llama"))
+    auto.open_named_checkpoint(ClientConfig(draft=name, revision="main"), name)
+    assert asked == [(name, "main")]
