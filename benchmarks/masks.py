@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks.models import load_local, model_folder, random_prompt
 from benchmarks.options import Options
-from benchmarks.private import SHAPES, Matrix, Shape, sample_input
+from benchmarks.private import SHAPES, Matrix, Shape, sample_input, time_call
 from benchmarks.results import format_cell, print_table
 from benchmarks.swarms import READY_TIMEOUT_S, daemon_flags, open_local, torch_threads
 from nesa_node.cli.services.local_swarm import local_swarm
@@ -161,7 +161,7 @@ def measure_model(folder: Path, options: Options) -> dict[str, Any]:
     ):
         model.generate(prompt, max_new_tokens=1, do_sample=False)
         for _ in range(options.runs):
-            stock_s.append(_seconds(lambda: _wait_for_stock(model, stock)))
+            stock_s.append(time_call(lambda: _wait_for_stock(model, stock)))
             runs.append(_decode(model, prompt, options.new_tokens))
     perplexities = _measure_perplexities(folder, ids[:, :TEXT_TOKENS])
     return {
@@ -210,12 +210,6 @@ def _replace_by_integers(layer: nn.Linear) -> None:
         return torch.from_numpy(y).to(x.dtype).view(*x.shape[:-1], -1)
 
     layer.forward = forward  # type: ignore[method-assign, assignment]  # one layer's
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -147,7 +147,7 @@ def _run_once(
 
 def _measure_transforms(ring: Ring, options: Options) -> dict[str, Any]:
     rows = np.zeros((16, len(ring.primes), ring.degree), np.uint32)
-    runs = [_seconds(lambda: ring.values(rows)) for _ in range(10 * options.runs)]
+    runs = [time_call(lambda: ring.values(rows)) for _ in range(10 * options.runs)]
     return {"what": "transform", "node_s": median(runs) / (16 * len(ring.primes)), "runs": runs}
 
 
@@ -185,7 +185,7 @@ def _measure_tenseal(shape: Shape, options: Options) -> list[dict[str, Any]]:
     ]
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def time_call(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

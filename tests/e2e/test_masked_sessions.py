@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import random
 import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -43,7 +41,12 @@ from nesa_node.server.private.private_server import PrivateServer
 from nesa_node.swarm.protocol.private_messages import PrivateOpened
 from nesa_node.swarm.protocol.stream import Stream
 from tests.client.local_models import random_ids
-from tests.e2e.test_private_sessions import HALVES, OPTIONS, private_model
+from tests.e2e.test_private_sessions import (
+    HALVES,
+    OPTIONS,
+    private_model,
+    require_same_tokens_after_kills,
+)
 from tests.engine.tiny_models import BLOCKS, reference
 from tests.first_is_fast import first_is_fast
 from tests.same_tokens import assert_same_tokens
@@ -197,29 +200,11 @@ def test_another_node_takes_the_place_of_one_that_dies(
 def test_nodes_that_are_killed_at_any_moment_change_no_token(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten times, at a moment that a generator with this seed chooses."""
-    rng, prompt, hidden = random.Random(26), random_ids(1, 6), Hidden(monkeypatch)
-    expected = integer_reference(llama)
+    hidden = Hidden(monkeypatch)
     with daemons(llama, tmp_path, "--private", "masks") as swarm:
         swarm.start_all([HALVES[0], HALVES[1], HALVES[1]])
         with private_model(llama, swarm.addresses, private="masks") as model:
-            started = time.monotonic()
-            model.generate(prompt, **OPTIONS)
-            usual_s = time.monotonic() - started
-            for _ in range(10):
-                with model.inference_session(max_length=40) as session:
-                    used = {hop.peer_id for hop in session.hops}
-                    victim = next(
-                        node
-                        for node in swarm.nodes
-                        if node.peer_id in used and node.span == HALVES[1]
-                    )
-                    killing = Timer(rng.uniform(0, usual_s), swarm.kill, [victim])
-                    killing.start()
-                    tokens = model.generate(prompt, session=session, **OPTIONS)
-                    killing.join()
-                assert_same_tokens(expected, tokens, prompt, **OPTIONS)
-                swarm.start_all([HALVES[1]])
+            require_same_tokens_after_kills(swarm, model, integer_reference(llama))
     hidden.require_each_mask_once()
 
 

@@ -168,31 +168,36 @@ def test_another_node_takes_the_place_of_one_that_dies(llama: Path, tmp_path: Pa
         assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
 
 
+def require_same_tokens_after_kills(swarm: Daemons, model: Any, expected: Any) -> None:
+    """Ten times a node of the second half is killed, at a moment that a seeded generator chooses.
+
+    `expected` is the model alone.
+    """
+    rng, prompt = random.Random(26), random_ids(1, 6)
+    started = time.monotonic()
+    model.generate(prompt, **OPTIONS)
+    usual_s = time.monotonic() - started
+    for _ in range(10):
+        with model.inference_session(max_length=40) as session:
+            used = {hop.peer_id for hop in session.hops}
+            victim = next(
+                node for node in swarm.nodes if node.peer_id in used and node.span == HALVES[1]
+            )
+            killing = Timer(rng.uniform(0, usual_s), swarm.kill, [victim])
+            killing.start()
+            tokens = model.generate(prompt, session=session, **OPTIONS)
+            killing.join()
+        assert_same_tokens(expected, tokens, prompt, **OPTIONS)
+        swarm.start_all([HALVES[1]])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_nodes_that_are_killed_at_any_moment_change_no_token(llama: Path, tmp_path: Path) -> None:
-    """Ten times, at a moment that a generator with this seed chooses."""
-    rng, prompt = random.Random(26), random_ids(1, 6)
     with daemons(llama, tmp_path, "--private", "ckks") as swarm:
         swarm.start_all([HALVES[0], HALVES[1], HALVES[1]])
         with private_model(llama, swarm.addresses) as model:
-            started = time.monotonic()
-            model.generate(prompt, **OPTIONS)
-            usual_s = time.monotonic() - started
-            for _ in range(10):
-                with model.inference_session(max_length=40) as session:
-                    used = {hop.peer_id for hop in session.hops}
-                    victim = next(
-                        node
-                        for node in swarm.nodes
-                        if node.peer_id in used and node.span == HALVES[1]
-                    )
-                    killing = Timer(rng.uniform(0, usual_s), swarm.kill, [victim])
-                    killing.start()
-                    tokens = model.generate(prompt, session=session, **OPTIONS)
-                    killing.join()
-                assert_same_tokens(reference(llama), tokens, prompt, **OPTIONS)
-                swarm.start_all([HALVES[1]])
+            require_same_tokens_after_kills(swarm, model, reference(llama))
 
 
 def test_a_swarm_without_private_nodes_is_told_so(llama: Path, tmp_path: Path) -> None:
