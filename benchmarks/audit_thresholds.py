@@ -28,7 +28,8 @@ from nesa_node.compression.tensors import decode, encode
 from nesa_node.core.ids import Span
 from nesa_node.engine.cache.pages import PAGE_TOKENS, PageTable, pages_for
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
-from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
+from nesa_node.engine.model.embedder_and_head import load_embedder_and_head
+from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import LocalCheckpoint, open_folder
 from nesa_node.verification.comparison import (
     MIN_MEAN_TOKENS,

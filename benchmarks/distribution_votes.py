@@ -37,7 +37,8 @@ from benchmarks.models import model_folder
 from benchmarks.options import Options, Quant
 from benchmarks.results import print_table
 from nesa_node.core.ids import Span
-from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
+from nesa_node.engine.model.embedder_and_head import load_embedder_and_head
+from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import LocalCheckpoint, open_folder
 from nesa_node.verification.agreement import AgreementHistory
 from nesa_node.verification.comparison import PairErrors, Threshold

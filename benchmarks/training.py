@@ -21,7 +21,8 @@ from benchmarks.options import Options
 from benchmarks.results import print_table
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.declaration import default_cache_dir
-from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
+from nesa_node.engine.model.embedder_and_head import load_embedder_and_head
+from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, MicroBatch
 from nesa_node.engine.training.adapters import OptimizerConfig
 from nesa_node.engine.training.kept_micro_batches import KEEPS, Keep

@@ -34,6 +34,7 @@ from nesa_node.compression.codecs import FAMILIES
 from nesa_node.compression.tensors import encode
 from nesa_node.core.errors import ConfigError, ProtocolError
 from nesa_node.core.ids import split_evenly
+from nesa_node.core.settings.choices import ClientQuantType
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint
@@ -101,16 +102,23 @@ def check_wire(names: Sequence[str], *, hidden_size: int) -> None:
 class LocalModels:
     """The blocks as `nodes` spans, in memory with one quantization of the weights at a time.
 
-    Embedding and head, which clients hold, always have `dtype`.
+    Embedding and head, which clients hold, are held in `client_quant_type`.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, nodes: int, dtype: torch.dtype, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        *,
+        nodes: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        client_quant_type: ClientQuantType = "none",
     ) -> None:
         self._checkpoint = checkpoint
         self._spans = split_evenly(checkpoint.num_blocks, nodes)
         self._dtype = dtype
         self._device = device
+        self._client_quant_type = client_quant_type
         self._weights: str | None = None
         self._parts: list[ModelBlocks] = []
 
@@ -128,7 +136,11 @@ class LocalModels:
 
         try:
             with build_model(
-                self._checkpoint, connect, dtype=self._dtype, device=self._device
+                self._checkpoint,
+                connect,
+                dtype=self._dtype,
+                device=self._device,
+                quant_type=self._client_quant_type,
             ) as model:
                 yield model
         finally:

@@ -43,6 +43,8 @@ def test_a_chain_of_daemons_generates_what_the_quantized_model_does(
             assert f"quant_type={quant_type}" in node.log()
         with joined(folder, bed.addresses, "chain") as model:
             ours = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+        with joined(folder, bed.addresses, "chain", client_quant_type=quant_type) as model:
+            quantized = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         with (
             pytest.raises(RefusedError, match=f"hold them in {quant_type}, and full was asked for"),
             joined(folder, bed.addresses, "chain", min_precision="full"),
@@ -50,6 +52,9 @@ def test_a_chain_of_daemons_generates_what_the_quantized_model_does(
             pass
     assert isinstance(ours, torch.Tensor)
     assert ours[0, len(prompt) :].tolist() == expected
+    everything = Run(Chain(folder, quant_type=quant_type, client_quant_type=quant_type))
+    assert isinstance(quantized, torch.Tensor)
+    assert quantized[0, len(prompt) :].tolist() == everything.greedy(prompt, NEW_TOKENS)
 
 
 @pytest.mark.slow

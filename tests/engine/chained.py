@@ -10,11 +10,12 @@ from torch import Tensor
 
 from nesa_node.core.errors import CacheFullError
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.settings.choices import ClientQuantType, QuantType
 from nesa_node.engine.cache.pages import PageTable, pages_for
 from nesa_node.engine.model import blocks as engine
 from nesa_node.engine.model.blocks import ModelBlocks
-from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
+from nesa_node.engine.model.embedder_and_head import load_embedder_and_head
+from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.hub import open_checkpoint
 
@@ -52,9 +53,12 @@ class Chain:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         quant_type: QuantType = "none",
+        client_quant_type: ClientQuantType = "none",
     ) -> None:
         checkpoint = open_local(folder)
-        self.embedder, self.head = load_embedder_and_head(checkpoint, dtype=dtype, device=device)
+        self.embedder, self.head = load_embedder_and_head(
+            checkpoint, dtype=dtype, device=device, quant_type=client_quant_type
+        )
         self.blocks = [
             load_blocks(checkpoint, span, dtype=dtype, device=device, quant_type=quant_type)
             for span in spans

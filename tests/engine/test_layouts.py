@@ -12,7 +12,8 @@ from torch import nn
 
 from nesa_node.core.errors import CorruptCheckpointError
 from nesa_node.core.ids import Span
-from nesa_node.engine.model.loading import Head, load_blocks, load_embedder_and_head
+from nesa_node.engine.model.embedder_and_head import Head, load_embedder_and_head
+from nesa_node.engine.model.loading import load_blocks
 from tests.engine.chained import Chain, Run, distance, open_local
 from tests.engine.layouts import Tensors, rewritten, set_config
 from tests.engine.tiny_models import prompt_ids, reference, save_tiny_model
@@ -117,7 +118,7 @@ def test_tied_ends_share_their_weight(models_dir: Path) -> None:
         open_local(save_tiny_model("llama_tied", models_dir)),
         **CPU,  # type: ignore[arg-type]
     )
-    assert weight_of(head).data_ptr() == embedder._weight.data_ptr()
+    assert weight_of(head).data_ptr() == next(embedder.token_embedding.parameters()).data_ptr()
 
 
 def test_a_tied_weight_saved_twice_is_shared(models_dir: Path, tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_tied_weight_saved_twice_is_shared(models_dir: Path, tmp_path: Path) -
         lambda tensors: {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
     )
     embedder, head = load_embedder_and_head(open_local(folder), **CPU)  # type: ignore[arg-type]
-    assert weight_of(head).data_ptr() == embedder._weight.data_ptr()
+    assert weight_of(head).data_ptr() == next(embedder.token_embedding.parameters()).data_ptr()
 
 
 def test_a_tied_weight_saved_as_the_head_serves_both_ends(models_dir: Path, tmp_path: Path) -> None:

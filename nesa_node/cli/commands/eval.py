@@ -190,16 +190,21 @@ def evaluate(
             nodes=nodes,
             dtype=checkpoint.resolve_dtype(dtype),
             device=choose_device(config.device),
+            client_quant_type=config.client_quant_type,
         ).open
     rows = _measure_cells(open_model, tokenizer, make_cells(chosen, codecs), sample)
     if live:
         save_last_swarm(config, config.model)
-    title = f"{checkpoint.name} on {name or (choices if items else tasks)}{describe_sample(sample)}"
+    ends = config.client_quant_type
+    held = "" if ends == "none" else f", embedding and head in {ends}"
+    asked = name or (choices if items else tasks)
+    title = f"{checkpoint.name}{held} on {asked}{describe_sample(sample)}"
     print_rows(rows, title=title, unquantized=dtype, out=sys.stdout)
     if json is not None:
         options: dict[str, object] = {
             "model": checkpoint.name,
             "dtype": dtype,
+            "client_quant_type": ends,
             "nodes": "live" if live else nodes,
             "text": name,
             "choices": choices,

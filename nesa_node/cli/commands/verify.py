@@ -196,6 +196,7 @@ def _open(
         nodes=1,
         dtype=checkpoint.resolve_dtype(config.torch_dtype),
         device=choose_device(config.device),
+        client_quant_type=config.client_quant_type,
     )
     with local.open(Cell(weights, "none")) as model:
         yield model

@@ -26,6 +26,7 @@ from nesa_node.core.settings.addresses import parse_peer_address
 from nesa_node.core.settings.choices import (
     AuditorChoice,
     AuditScheme,
+    ClientQuantType,
     Precision,
     RedundancyName,
     RouteName,
@@ -41,8 +42,13 @@ from nesa_node.core.settings.declaration import (
 from nesa_node.core.settings.models import DEFAULT_AUDIT_RATE, ClientConfig
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.kernels.threads import fix_threads
-from nesa_node.engine.model.devices import choose_device, require_room_for_embedder_and_head
-from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
+from nesa_node.engine.model.devices import (
+    check_quant_type,
+    choose_device,
+    require_room_for_embedder_and_head,
+)
+from nesa_node.engine.model.embedder_and_head import load_embedder_and_head
+from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.files import convert_parse_errors
 from nesa_node.engine.weights.hub import open_checkpoint
@@ -93,6 +99,7 @@ class AutoDistributedModelForCausalLM:
         publish_evidence: bool = False,
         deployment: str | Path | None = None,
         draft: str | Path = "off",
+        client_quant_type: ClientQuantType = "none",
     ) -> DistributedModelForCausalLM:
         """Make a model with its blocks in the swarm that serves `name` (a folder or hub name).
 
@@ -162,6 +169,10 @@ class AutoDistributedModelForCausalLM:
         that model, too, in this process; "auto" does both where the model's folder has a `draft`
         folder. Greedy and seeded tokens are those of "off" (`docs/speculation.md`).
 
+        `client_quant_type` holds what is loaded here in "int8" or "nf4": a step of a model with a
+        large vocabulary gets faster, and its tokens are not quite those of the model
+        (`docs/evaluation.md`).
+
         Raises the `ModelError`s of `open_checkpoint`, and `ConfigError` for contradictory
         arguments, a missing device and malformed initial peers.
         """
@@ -207,6 +218,7 @@ class AutoDistributedModelForCausalLM:
             connect_by(checkpoint, options, resolved),
             dtype=resolved,
             device=device,
+            quant_type=client_quant_type,
             client_blocks=client_blocks,
             prefix_salt=choose_prefix_salt(reuse_prefix, prefix_salt),
             adapter=adapter,
@@ -252,22 +264,31 @@ def build_model(
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
+    quant_type: ClientQuantType = "none",
     client_blocks: tuple[int, int] = (0, 0),
     prefix_salt: bytes | None = None,
     adapter: str | None = None,
     drafting: Drafting | None = None,
 ) -> DistributedModelForCausalLM:
-    """Make a model over `checkpoint` that reaches the swarm's blocks through `connect`."""
+    """Make a model over `checkpoint` that reaches the swarm's blocks through `connect`.
+
+    What is loaded here is held as `quant_type` says. Raises `ConfigError`, and as `load_blocks`
+    does.
+    """
     first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
     resolved = checkpoint.resolve_dtype(str(dtype or "auto"))
     place = choose_device(device)
+    check_quant_type("--client-quant-type", quant_type, place)
     with track_wait("embedding and head to be loaded"):
-        embedder, head = load_embedder_and_head(checkpoint, dtype=resolved, device=place)
+        embedder, head = load_embedder_and_head(
+            checkpoint, dtype=resolved, device=place, quant_type=quant_type
+        )
     ends = EmbeddingAndHead(
         embedder,
         HeadBatcher(head, embedder.embed_rows),
         head.apply_final_norm,
         resolved,
+        quant_type,
         place,
         checkpoint.config.hidden_size,
         head.lm_head,
@@ -280,7 +301,12 @@ def build_model(
     if own := [span for span in (first, last) if len(span)]:
         with track_wait("weights to be loaded", blocks=own):
             local = LocalConnection(
-                [load_blocks(checkpoint, span, dtype=resolved, device=place) for span in own]
+                [
+                    load_blocks(
+                        checkpoint, span, dtype=resolved, device=place, quant_type=quant_type
+                    )
+                    for span in own
+                ]
             )
             stack.callback(local.close)
     return DistributedModelForCausalLM(
@@ -384,6 +410,7 @@ def open_model(
         connect_by(checkpoint, ConnectionOptions.from_settings(config), dtype),
         dtype=dtype,
         device=device,
+        quant_type=config.client_quant_type,
         client_blocks=client_blocks,
         prefix_salt=choose_prefix_salt(config.reuse_prefix, None),
         adapter=adapter,

@@ -125,9 +125,11 @@ class DistributedModelForCausalLM(  # type: ignore[no-untyped-call]
             state = "closed"
         else:
             state = "" if joined else "the swarm is joined with the first session"
+        quant_type = self.ends.quant_type
+        held = "" if quant_type == "none" else f" held in {quant_type}"
         lines = (
             f"{self.name_or_path}, {self.num_blocks} blocks: {', '.join(spans)}",
-            f"ends: embedding and head here, {str(self.dtype).removeprefix('torch.')} on "
+            f"ends: embedding and head here, {str(self.dtype).removeprefix('torch.')}{held} on "
             f"{self.device}",
             *(_describe_session(session) for session in list(self._sessions) if not session.closed),
             state,

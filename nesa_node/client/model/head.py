@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from nesa_node.engine.model.loading import Embedder
+from nesa_node.core.settings.choices import ClientQuantType
+from nesa_node.engine.model.embedder_and_head import Embedder
 
 MAX_SHARED_TOKENS = 64
 """Inputs above this many tokens are computed alone: callers with one token would wait for them."""
@@ -41,9 +42,11 @@ class EmbeddingAndHead:
     final_norm: Callable[[torch.Tensor], torch.Tensor]
     """Final norm alone: the head's input [T, D] of the last block's output [T, D]."""
     dtype: torch.dtype
+    quant_type: ClientQuantType
+    """How the matrices are held."""
     device: torch.device
     hidden_size: int
-    lm_head: torch.nn.Linear
+    lm_head: torch.nn.Module
     """The head's matrix as a torch module."""
     logits_with_gradients: Callable[[torch.Tensor], torch.Tensor]
     """Logits [T, V] of the last block's output [T, D], through which gradients reach it."""

@@ -94,7 +94,7 @@ def open_drafting(
     model_id = compute_model_id(checkpoint)
     decisions = None if decisions_path is None else DecisionLog(decisions_path)
     if draft == "auto":
-        beside = Path(checkpoint.name).expanduser() / "draft"
+        beside = checkpoint.folder / "draft"
         draft = str(beside) if (beside / "config.json").is_file() else "lookup"
     if draft == "lookup":
         return Drafting(model_id, decisions=decisions)

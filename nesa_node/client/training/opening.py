@@ -22,7 +22,7 @@ from nesa_node.client.training.training_link import TrainingLimits
 from nesa_node.client.training.training_span import LocalTrainingSpan, SpanState
 from nesa_node.core.errors import ConfigError, UnsupportedFeatureError
 from nesa_node.core.ids import ModelId, Span
-from nesa_node.engine.model.loading import Embedder
+from nesa_node.engine.model.embedder_and_head import Embedder
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks, find_adapter_shapes
 from nesa_node.engine.training.adapters import FullConfig, OptimizerConfig
 from nesa_node.engine.training.prompted_input import PromptedInput, is_prompt_tuning

@@ -14,6 +14,8 @@ PrivateScheme = Literal["ckks", "masks"]
 PrivacyName = Literal["none", "ckks", "masks"]
 """How hidden states are kept from nodes (`docs/private-sessions.md`)."""
 QuantType = Literal["none", "int8", "nf4"]
+ClientQuantType = Literal["none", "int8", "nf4"]
+"""How a client holds the weights of its own parts."""
 RouteName = Literal["chain", "star"]
 Precision = Literal["nf4", "int8", "full"]
 """Weight precisions, coarsest first. "full": the `--torch-dtype`, not quantized."""

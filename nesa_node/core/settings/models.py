@@ -27,6 +27,7 @@ from nesa_node.core.settings.choices import (
     AttestationSource,
     AuditorChoice,
     AuditScheme,
+    ClientQuantType,
     DtypeName,
     LogFormat,
     LogLevel,
@@ -316,6 +317,12 @@ class ClientConfig(RouteConfig, PrivacyConfig):
         "model with the same vocabulary; auto: also of the folder `draft` in the model's, if it is "
         "there; off: one token a step. Tokens are the same (docs/speculation.md).",
         basic=True,
+    )
+    client_quant_type: ClientQuantType = setting(
+        "none",
+        "Model and device",
+        "Hold embedding, head and --client-blocks in 8 or 4.5 bits, which is faster and less "
+        "exact: none, int8 or nf4 (docs/evaluation.md).",
     )
     client_blocks: OwnBlocks | None = setting(
         None,

@@ -154,9 +154,21 @@ class QuantizedLinear(nn.Module, ABC):
             output_TO = self._multiply_few(self._functions[tokens], input_TI)
         return output_TO.view(*input.shape[:-1], self.out_features)
 
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Dtype of the inputs that machine code multiplies."""
+        return self._dtype
+
     @abstractmethod
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weights [O, I]."""
+
+    @abstractmethod
+    def dequantize_rows(self, rows_N: Tensor) -> Tensor:
+        """Return rows [N, I] of the weights, by int64 indices, in `input_dtype`.
+
+        Of nf4 they must be whole blocks.
+        """
 
     @abstractmethod
     def _is_code_supported(self) -> bool: ...
@@ -172,10 +184,14 @@ class QuantizedLinear(nn.Module, ABC):
         `start` is a multiple of 256, which is whole blocks for any row length.
         """
 
+    def _arrange_inputs(self, input_TI: Tensor) -> Tensor:
+        """Inputs in float32, in the order in which products read them."""
+        return input_TI.float().contiguous()
+
     def _multiply_few(self, product: NativeFunction, input_TI: Tensor) -> Tensor:
         """Sums in float32 and rounds once: a token's bits do not depend on the batch."""
         bias_O = self._zeros_O if self.bias is None else self.bias.float()
-        wide_TI = input_TI.float().contiguous()
+        wide_TI = self._arrange_inputs(input_TI)
         output_TO = torch.empty(len(input_TI), self.out_features, dtype=input_TI.dtype)
         product(
             self.levels.data_ptr(),
@@ -229,6 +245,11 @@ class Int8Linear(QuantizedLinear):
         weight_OI = torch.empty(self.levels.shape, dtype=dtype, device=self.levels.device)
         return torch.mul(self.levels, level_sizes_O.unsqueeze(1), out=weight_OI)
 
+    def dequantize_rows(self, rows_N: Tensor) -> Tensor:
+        [level_sizes_O] = self._product_scales
+        wide_NI = self.levels[rows_N] * level_sizes_O[rows_N].unsqueeze(1)
+        return wide_NI.to(self._dtype)
+
     def _is_code_supported(self) -> bool:
         return supports_gemv(self.levels)
 
@@ -257,10 +278,20 @@ class Nf4Linear(QuantizedLinear):
         return super().forward(input)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        scales_N, codebook = self._product_scales
-        halves = torch.stack((self.levels >> 4, self.levels & 15), dim=-1)
+        return self._unpack(self.levels, self.scales, dtype).view(-1, self.in_features)
+
+    def dequantize_rows(self, rows_N: Tensor) -> Tensor:
+        levels, scales = (
+            tensor.view(self.out_features, -1)[rows_N] for tensor in (self.levels, self.scales)
+        )
+        return self._unpack(levels, scales.flatten(), self._dtype).view(-1, self.in_features)
+
+    def _unpack(self, levels: Tensor, scales_N: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weights [N, 64] of N blocks."""
+        _, codebook = self._product_scales
+        halves = torch.stack((levels >> 4, levels & 15), dim=-1)
         blocks = codebook[halves.view(-1, BLOCK_SIZE).int()] * scales_N.unsqueeze(1)
-        return blocks.to(dtype).view(self.out_features, self.in_features)
+        return blocks.to(dtype)
 
     def _is_code_supported(self) -> bool:
         return self.levels.device.type == "cpu"
@@ -268,6 +299,13 @@ class Nf4Linear(QuantizedLinear):
     def _make_product_scales(self, scales: Tensor) -> tuple[Tensor, ...]:
         codebook = torch.tensor(CODEBOOK, dtype=torch.float32, device=scales.device)
         return scales, codebook
+
+    def _arrange_inputs(self, input_TI: Tensor) -> Tensor:
+        tokens, inputs = input_TI.shape
+        wide_TI = torch.empty(tokens, inputs, dtype=torch.float32)
+        halves = input_TI.reshape(tokens, inputs // 16, 2, 8)
+        wide_TI.view(tokens, inputs // 16, 8, 2).copy_(halves.transpose(-1, -2))
+        return wide_TI
 
     def _dequantize_fields(self, start: int, weight_RI: Tensor) -> tuple[int, ...]:
         scales_N, codebook = self._product_scales
@@ -386,6 +424,18 @@ def make_quantized_linear(
     """
     weight_OI = weight.t() if isinstance(module, Conv1D) else weight
     bias_O = module.bias if isinstance(module.bias, nn.Parameter) else None
+    return quantize_matrix(weight_OI, quant_type, bias_O, dtype=dtype, device=device)
+
+
+def quantize_matrix(
+    weight_OI: Tensor,
+    quant_type: QuantType,
+    bias_O: nn.Parameter | None = None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> QuantizedLinear:
+    """As `make_quantized_linear`, of a matrix by itself."""
     kind, quantize = (
         (Int8Linear, quantize_int8) if quant_type == "int8" else (Nf4Linear, quantize_nf4)
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
+from typing import get_args
 
 import numpy as np
 import psutil
@@ -24,7 +25,7 @@ from nesa_node.engine.cache.pages import PageTable, pages_for
 from nesa_node.engine.kernels.linear import trim_malloc_heap
 from nesa_node.engine.kernels.threads import clipped_mean
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
-from nesa_node.engine.model.loading import embedder_and_head_names
+from nesa_node.engine.model.embedder_and_head import embedder_and_head_names
 from nesa_node.engine.weights.checkpoint import Checkpoint
 from nesa_node.engine.weights.skeleton import Skeleton
 from nesa_node.topology.roofline import BlockWork
@@ -54,6 +55,14 @@ def choose_device(name: str | torch.device) -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("device mps: this machine or this build of torch has none; use cpu")
     return device
+
+
+def check_quant_type(setting: str, quant_type: str, device: torch.device) -> None:
+    """Raise `ConfigError` for an unknown quantization, and for one that `device` has not."""
+    if quant_type not in get_args(QuantType):
+        raise ConfigError(f"{setting} {quant_type}: give {', '.join(get_args(QuantType))}")
+    if device.type == "mps" and quant_type != "none":
+        raise ConfigError(f"{setting} {quant_type} needs --device cpu or cuda")
 
 
 # Kept free for activations, for the largest tensor while it is converted, and for other processes.

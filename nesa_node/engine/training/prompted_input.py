@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
-from nesa_node.engine.model.loading import Embedder
+from nesa_node.engine.model.embedder_and_head import Embedder
 from nesa_node.engine.training.adapted_blocks import MicroBatch, initializing
 from nesa_node.engine.training.adapters import get_kind
 from nesa_node.engine.weights.checkpoint import Checkpoint

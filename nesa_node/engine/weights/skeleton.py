@@ -244,6 +244,10 @@ class ModelTensors:
                 source.converter = by_pattern[pattern]
         return sources
 
+    def is_same_tensor(self, first: str, second: str) -> bool:
+        """Whether two of the model's tensors are one of the checkpoint's."""
+        return self._stored_name(first) == self._stored_name(second)
+
     def _stored_name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor: its own or that of the tied tensor."""
         twin = self._tied_names.get(name)

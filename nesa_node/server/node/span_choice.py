@@ -12,7 +12,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.declaration import gib_to_bytes, secret_text
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.kernels.threads import fix_threads
-from nesa_node.engine.model.devices import choose_device
+from nesa_node.engine.model.devices import check_quant_type, choose_device
 from nesa_node.engine.weights.checkpoint import compute_model_id
 from nesa_node.engine.weights.families import read_network_config
 from nesa_node.engine.weights.hub import open_checkpoint
@@ -50,8 +50,7 @@ def open_node_model(config: NodeConfig) -> DecoderModel | GraphModel:
     device = choose_device(config.device)
     if is_cut or not is_language_model(checkpoint.folder, name=checkpoint.name):
         return open_graph_model(config, checkpoint, device)
-    if device.type == "mps" and config.quant_type != "none":
-        raise ConfigError(f"--quant-type {config.quant_type} needs --device cpu or cuda")
+    check_quant_type("--quant-type", config.quant_type, device)
     if config.weight_memory_gib is not None:
         raise ConfigError(
             "--weight-memory-gib is for networks in pieces (--pieces); for fewer blocks of a "

@@ -22,7 +22,7 @@ from nesa_node.client.model.head import argmax_allowed
 from nesa_node.client.model.inference_session import InferenceSession, StopCondition
 from nesa_node.client.model.loop_thread import Interrupt
 from nesa_node.core.errors import ContextLengthError, MissingBlocksError
-from nesa_node.engine.model.loading import load_embedder_and_head
+from nesa_node.engine.model.embedder_and_head import load_embedder_and_head
 from nesa_node.engine.weights.hub import open_checkpoint
 from tests.client.local_models import left_padded, local_model, random_ids
 from tests.client.test_lifecycle import ScriptedConnection, scripted_model

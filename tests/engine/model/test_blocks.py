@@ -18,7 +18,8 @@ from nesa_node.engine.model.devices import (
     MIN_DECODE_STEPS,
     measure_throughput,
 )
-from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
+from nesa_node.engine.model.embedder_and_head import load_embedder_and_head
+from nesa_node.engine.model.loading import load_blocks
 from tests.engine.chained import Chain, Run, distance, forward, new_row, open_local
 from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_model
 

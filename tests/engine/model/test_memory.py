@@ -21,7 +21,8 @@ from nesa_node.engine.model.devices import (
     free_memory_bytes,
     require_room_for_embedder_and_head,
 )
-from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
+from nesa_node.engine.model.embedder_and_head import load_embedder_and_head
+from nesa_node.engine.model.loading import load_blocks
 from tests.cli.tiny import write_tiny_model
 from tests.engine.chained import open_local
 from tests.engine.own_process import figures

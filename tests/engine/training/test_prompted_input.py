@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nesa_node.core.errors import ConfigError, ContextLengthError
-from nesa_node.engine.model.loading import load_embedder_and_head
+from nesa_node.engine.model.embedder_and_head import load_embedder_and_head
 from nesa_node.engine.training.adapted_blocks import AdaptedBlocks
 from nesa_node.engine.training.adapters import OptimizerConfig
 from nesa_node.engine.training.prompted_input import PARAMETER, PromptedInput, is_prompt_tuning

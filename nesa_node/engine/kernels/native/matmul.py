@@ -150,8 +150,13 @@ def int8_dequantize(dtype: str, processor: Processor) -> ir.Module:
     return code.finish()
 
 
+NF4_INPUT_ORDER = tuple(place + half for place in range(8) for half in (0, 8))
+"""Order of each 16 inputs of nf4 products: that in which eight packed bytes are unpacked fastest,
+by shifting their two halves side by side."""
+
+
 def nf4_matmul(dtype: str, tokens: int, processor: Processor) -> ir.Module:
-    """Build y = x W^T + b with nf4 weights. I must be whole blocks."""
+    """Build y = x W^T + b with nf4 weights. I must be whole blocks, x is in `NF4_INPUT_ORDER`."""
     code = _make_nf4_builder(f"nf4_product_{dtype}_{tokens}", dtype, processor)
     at = code.ir_builder
     inputs, outputs = code.field(NUM_INPUTS_FIELD, I64), code.field(NUM_OUTPUTS_FIELD, I64)
@@ -169,7 +174,7 @@ def nf4_matmul(dtype: str, tokens: int, processor: Processor) -> ir.Module:
             sums = [code.zeros] * tokens
             for part in range(0, NF4_BLOCK_SIZE, code.vector_floats):
                 place = at.add(loop.index, I64(part))
-                weight = _load_codebook_values(code, packed, place, numbers)
+                weight = _load_interleaved_values(code, packed, place, numbers)
                 for token, values in enumerate(of_tokens):
                     lane = code.load_float32(values, place)
                     sums[token] = code.multiply_add(weight, lane, sums[token])
@@ -205,6 +210,28 @@ def _make_nf4_builder(name: str, dtype: str, processor: Processor) -> FunctionBu
     return FunctionBuilder(name, dtype, processor)
 
 
+def _load_interleaved_values(
+    code: FunctionBuilder, packed: ir.Value, place: ir.Value, numbers: ir.Value
+) -> ir.Value:
+    """Return the unscaled values of the 16 weights from index `place` on, in `NF4_INPUT_ORDER`."""
+    at = code.ir_builder
+    eight_bytes = at.load(code.address(packed, at.sdiv(place, I64(2)), 1), align=1, typ=I64)
+    wide, lanes = ir.VectorType(I64, 8), ir.VectorType(I32, 16)
+    first = at.insert_element(ir.Constant(wide, ir.Undefined), eight_bytes, I32(0))
+    eightfold = at.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, 8), [0] * 8))
+    halves = at.bitcast(eightfold, lanes)
+    # A byte's upper half is the weight of an even index.
+    shifts = [8 * (place // 2) + 4 * (1 - place % 2) for place in range(8) for _ in range(2)]
+    indices = at.lshr(halves, ir.Constant(lanes, shifts))
+    return _look_up(code, numbers, indices)
+
+
+def _look_up(code: FunctionBuilder, numbers: ir.Value, indices: ir.Value) -> ir.Value:
+    """Sixteen of 16 floats, by the last four bits of each index."""
+    permute = "llvm.x86.avx512.permvar.sf.512"
+    return code.call_intrinsic(permute, code.vector, numbers, indices)
+
+
 def _load_codebook_values(
     code: FunctionBuilder, packed: ir.Value, place: ir.Value, numbers: ir.Value
 ) -> ir.Value:
@@ -218,9 +245,7 @@ def _load_codebook_values(
     upper = at.lshr(pairs, ir.Constant(wide, [4] * wide.count))
     lower = at.shl(pairs, ir.Constant(wide, [32] * wide.count))
     indices = at.bitcast(at.or_(upper, lower), ir.VectorType(I32, code.vector_floats))
-    # Sixteen floats, by the last four bits of each index.
-    permute = "llvm.x86.avx512.permvar.sf.512"
-    return code.call_intrinsic(permute, code.vector, numbers, indices)
+    return _look_up(code, numbers, indices)
 
 
 TILE_LINE_BYTES = TILE_ROW_BYTES
