@@ -28,6 +28,9 @@ TOLERANCE = 1e-4
 """Of the greatest of the reference's logits; see CONTRIBUTING, "the same tokens"."""
 NEW_TOKENS = 24
 LEAST_DISTINCT = 4
+SCALES = 8
+MAX_ATTEMPTS = 4 * SCALES
+"""Of weights, each scale in turn. Which vary depends on the processor's products, too."""
 _AUTO: Any = AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 
@@ -55,7 +58,8 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pa
 def _save_random(model_type: str, folder: Path) -> PreTrainedModel:
     """A model whose weights are scaled until its tokens vary, saved; returned as loaded again."""
     ids_BL, mask_BL = _long_prompt()
-    for attempt in range(8):
+    for attempt in range(MAX_ATTEMPTS):
+        scale = attempt % SCALES
         with torch.random.fork_rng():
             torch.manual_seed(attempt)
             model = _AUTO.from_config(tiny_config(model_type), dtype=torch.float32).eval()
@@ -67,7 +71,7 @@ def _save_random(model_type: str, folder: Path) -> PreTrainedModel:
                     parameter.data += noise * torch.randn_like(parameter)
                 else:
                     # Of embeddings that are the head, too, the token just read comes out again.
-                    parameter.data *= (0.6 if id(parameter) in kept else 1.2) ** attempt
+                    parameter.data *= (0.6 if id(parameter) in kept else 1.2) ** scale
                     parameter.data *= 1.0 if id(parameter) in kept else 3.0
                     if attempt > 2 and id(parameter) not in kept:
                         # What an activation adds to all tokens drowns what tells them apart.
