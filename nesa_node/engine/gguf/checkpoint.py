@@ -20,7 +20,7 @@ from filelock import FileLock
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from nesa_node.core.errors import ConfigError, ModelNotFoundError
+from nesa_node.core.errors import ConfigError
 from nesa_node.engine.gguf.header import GgufHeader, part_paths, read_gguf_header
 from nesa_node.engine.gguf.settings import read_settings
 from nesa_node.engine.gguf.tensors import Parameter, TensorMap, read_parameter
@@ -38,7 +38,8 @@ from nesa_node.engine.weights.model_tree import make_empty_model
 
 GGUF_FOLDER = "gguf"
 """Folder under the cache for what transformers reads beside the weights of GGUF files."""
-SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
+_MAX_NAME = 64
 _FORMAT = 1
 """Raised when these files are written otherwise, so that old ones are not used."""
 _CONFIG_FILE = "config.json"
@@ -133,7 +134,7 @@ def _to_json(value: dict[str, Any]) -> str:
 def _write_folder(header: GgufHeader, texts: Mapping[str, str], cache_dir: Path) -> Path:
     """Write a model's configs under the cache, unless they are there; returns their folder."""
     said = "\0".join((str(_FORMAT), header.digest, *texts.values()))
-    name = f"{header.name}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    name = f"{header.name[:_MAX_NAME]}-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
     parent = cache_dir.resolve() / GGUF_FOLDER
     target = parent / name
     if target.is_dir():
@@ -157,11 +158,13 @@ def find_gguf(model: Path) -> Path | None:
 
     Of a split model, the first part. Raises `ConfigError` for a folder with several models.
     """
-    if model.suffix == SUFFIX and model.is_file():
+    if model.suffix == GGUF_SUFFIX and model.is_file():
         return model
     if not model.is_dir() or (model / _CONFIG_FILE).exists():
         return None
-    found = sorted({part_paths(path)[0] for path in model.glob(f"*{SUFFIX}") if path.is_file()})
+    found = sorted(
+        {part_paths(path)[0] for path in model.glob(f"*{GGUF_SUFFIX}") if path.is_file()}
+    )
     if len(found) > 1:
         names = ", ".join(path.name for path in found[:8])
         raise ConfigError(f"{model} holds several GGUF models: name one of {names}")
@@ -177,6 +180,4 @@ def open_local(
     """
     if (file := find_gguf(path)) is not None:
         return open_gguf(file, cache_dir, read)
-    if path.suffix == SUFFIX and not path.exists():
-        raise ModelNotFoundError(f"there is no file {path}")
     return open_folder(path, read)

@@ -25,8 +25,8 @@ from nesa_node.engine.gguf.architectures import GgufArchitecture
 from nesa_node.engine.gguf.header import GgufHeader, GgufTensor
 from nesa_node.engine.kernels.machine_code import allocate_in_huge_pages
 
-CHUNK_ELEMENTS = 1 << 20
-"""Numbers that are dequantized at a time: 4 MiB, and the package's copies of them."""
+CHUNK_ELEMENTS = 1 << 18
+"""Numbers that are dequantized at a time: 1 MiB, and the package's copies of them."""
 LLAMA3_TENSOR = "rope_freqs.weight"
 LONGROPE_TENSORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that a config states, not a parameter: divisors of rotary frequencies."""

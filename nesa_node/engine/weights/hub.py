@@ -38,7 +38,7 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import is_model_name
 from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
-from nesa_node.engine.gguf.checkpoint import find_gguf, open_gguf, open_local
+from nesa_node.engine.gguf.checkpoint import GGUF_SUFFIX, find_gguf, open_gguf, open_local
 from nesa_node.engine.gguf.header import part_paths
 from nesa_node.engine.weights.checkpoint import Checkpoint, ReadConfig, find_weights
 from nesa_node.engine.weights.families import read_network_config
@@ -379,6 +379,8 @@ def _find_local(model: str, revision: str | None, cache_dir: Path) -> Path | Non
         return file or path
     if _HUB_FILE_PATTERN.fullmatch(model):
         return None
+    if path.suffix == GGUF_SUFFIX and not path.exists():
+        raise ModelNotFoundError(f"there is no file {path}; of the hub: OWNER/NAME:FILE.gguf")
     if path.exists() or not _HUB_NAME_PATTERN.fullmatch(model) or model.startswith("."):
         raise ModelNotFoundError(
             f"{model} is no folder; give a folder with config.json and *.safetensors, a GGUF file, "
@@ -394,7 +396,7 @@ def _download_gguf(repository: HubRepository, name: str) -> Path:
     """
     names = [path.name for path in part_paths(Path(name))]
     if missing := [each for each in names if each not in repository.files]:
-        there = sorted(each for each in repository.files if each.endswith(".gguf"))
+        there = sorted(each for each in repository.files if each.endswith(GGUF_SUFFIX))
         raise ModelNotFoundError(
             f"{repository.name} on the hub has no {missing[0]}; its GGUF files: "
             f"{', '.join(there[:20]) or 'none'}"
@@ -474,7 +476,7 @@ def _open_repository(
 ) -> HubRepository:
     commit, files = _find_files(api, model, revision)
     if needs_config and "config.json" not in files and PIPELINE_INDEX not in files:
-        if ggufs := sorted(name for name in files if name.endswith(".gguf")):
+        if ggufs := sorted(name for name in files if name.endswith(GGUF_SUFFIX)):
             raise ModelNotFoundError(
                 f"{model} on the hub has no config.json, but GGUF files: name one, such as "
                 f"{model}:{ggufs[0]}"

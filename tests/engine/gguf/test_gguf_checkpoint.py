@@ -160,8 +160,10 @@ def test_of_several_files_one_has_to_be_named(small: Path, tmp_path: Path) -> No
 
 
 def test_a_file_that_is_not_there_and_a_revision_are_refused(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"nowhere\.gguf is no folder; give .* GGUF file"):
+    with pytest.raises(ModelNotFoundError, match=r"there is no file .*nowhere\.gguf; of the hub"):
         open_checkpoint(str(tmp_path / "nowhere.gguf"), cache_dir=tmp_path / "cache")
+    with pytest.raises(ModelNotFoundError, match=r"there is no file nowhere\.gguf"):
+        open_checkpoint("nowhere.gguf", cache_dir=tmp_path / "cache")
     with pytest.raises(ConfigError, match="a revision names a version on the hub"):
         open_checkpoint(str(small), revision="main", cache_dir=tmp_path / "cache")
 
@@ -378,8 +380,8 @@ def test_a_file_that_differs_from_the_hubs_hash_is_refused(hub: FakeHub, tmp_pat
     [
         ("org/tiny:no.gguf", r"has no no\.gguf; its GGUF files: tiny-Q8_0\.gguf"),
         ("org/tiny", r"name one, such as org/tiny:tiny-Q8_0\.gguf"),
-        ("org/tiny:../x.gguf", "is no folder"),
-        ("org/tiny:/etc/x.gguf", "is no folder"),
+        ("org/tiny:../x.gguf", "there is no file"),
+        ("org/tiny:/etc/x.gguf", "there is no file"),
     ],
 )
 def test_a_repository_of_files_says_which_it_has(
