@@ -39,7 +39,8 @@ from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
 from nesa_node.core.ids import Span
 from nesa_node.engine.gguf.architectures import ARCHITECTURES
 from nesa_node.engine.gguf.checkpoint import GgufCheckpoint, open_gguf
-from nesa_node.engine.model.loading import load_blocks, load_embedder_and_head
+from nesa_node.engine.model.embedder_and_head import load_embedder_and_head
+from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.skeleton import Skeleton
 from tests.engine.chained import distance, forward, new_row
 from tests.engine.gguf_files import (
