@@ -28,7 +28,9 @@ _Config = TypeVar("_Config", bound=SharedConfig)
 def require_model(config: ClientConfig) -> str:
     """The model's name. Raises `ConfigError` where it is missing."""
     if config.model is None:
-        raise ConfigError("MODEL is required: a local folder or the name of a model on the hub")
+        raise ConfigError(
+            "MODEL is required: a local folder or GGUF file, or the name of a model on the hub"
+        )
     return config.model
 
 

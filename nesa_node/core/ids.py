@@ -21,6 +21,7 @@ SessionId = NewType("SessionId", bytes)
 
 
 _MODEL_NAME_PATTERN = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_GGUF_ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 MAX_MODEL_NAME_CHARS = 128
 
 
@@ -32,11 +33,16 @@ def is_model_name(text: str) -> bool:
 def model_name_candidates(model: str) -> frozenset[str]:
     """Names under which nodes may announce the command line's `model` (name, folder or full id).
 
-    Symbolic links of a folder are resolved, as the node that serves it does.
+    Symbolic links of a folder are resolved, as the node that serves it does. A GGUF file goes by
+    its name without the ending, also that in a folder.
     """
-    folder = os.path.expanduser(model)
-    resolved = os.path.realpath(folder) if os.path.isdir(folder) else model
-    return frozenset({model} | {os.path.basename(path.rstrip("/")) for path in (model, resolved)})
+    path = os.path.expanduser(model)
+    resolved = os.path.realpath(path) if os.path.exists(path) else model
+    names = {os.path.basename(each.rstrip("/")) for each in (model, resolved)}
+    if os.path.isdir(path):
+        names |= {name for name in os.listdir(path) if name.endswith(".gguf")}
+    stems = {_GGUF_ENDING.sub("", name.rpartition(":")[2]) for name in names}
+    return frozenset({model} | names | stems)
 
 
 @dataclass(frozen=True, slots=True, order=True)

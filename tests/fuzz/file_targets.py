@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import LlamaConfig
 
 from nesa_node.engine.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftFolder
+from nesa_node.engine.gguf.checkpoint import open_gguf
+from nesa_node.engine.gguf.header import read_gguf_header
 from nesa_node.engine.weights.adapter_files import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_WEIGHTS_FILE,
@@ -27,7 +31,8 @@ from nesa_node.engine.weights.files import INDEX_FILE, read_header
 from nesa_node.topology.simulation.swarm_file import parse_swarm_file
 from nesa_node.topology.snapshot_json import snapshot_from_json
 from tests.engine.adapter_folders import LAYERS, write_adapter
-from tests.fuzz.mutation import JSON
+from tests.engine.gguf_files import Kind, add_byte_tokenizer, make_random_model, write_gguf
+from tests.fuzz.mutation import JSON, MAX_INPUT_BYTES
 from tests.fuzz.target import Parse, Target
 
 _MEMORY = Path("/dev/shm")
@@ -98,6 +103,56 @@ def _header(folder: Path) -> None:
 
 def _index(folder: Path) -> None:
     list_weight_files({INDEX_FILE, "a.safetensors"}, folder, name="m")
+
+
+GGUF: tuple[bytes, ...] = (
+    b"general.architecture", b"llama", b"gpt2", b"tokenizer.ggml.tokens", b"blk.0.attn_q.weight",
+    b"\x00" * 8, b"\xff" * 8, b"\x00" * 7 + b"\x80",
+    *(bytes([kind, 0, 0, 0]) for kind in range(45)),
+)  # fmt: skip
+"""Keys, counts, and numbers of types of values and tensors."""
+
+
+def _gguf(folder: Path) -> None:
+    checkpoint = open_gguf(folder / "model.gguf", folder / "cache")
+    checkpoint.fetch_side_files()
+    for name in checkpoint.tensors:
+        checkpoint.read(name)
+    shutil.rmtree(folder / "cache")
+
+
+def _gguf_seeds() -> list[bytes]:
+    """A model of one block, and a list of tensors of other kinds."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    }
+    model = make_random_model(LlamaConfig(**sizes, **heads))
+    with in_memory_folder() as folder:
+        path = write_gguf(model, folder / "a.gguf", kind=Kind.Q4_0, tokenizer=add_byte_tokenizer)
+        whole = path.read_bytes()
+    assert len(whole) < MAX_INPUT_BYTES
+    return [whole, _few_tensors()]
+
+
+def _few_tensors() -> bytes:
+    def text(value: bytes) -> bytes:
+        return struct.pack("<Q", len(value)) + value
+
+    head = b"GGUF" + struct.pack("<IQQ", 3, 2, 3)
+    head += text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama")
+    head += text(b"general.alignment") + struct.pack("<II", 4, 32)
+    head += text(b"llama.list") + struct.pack("<IIQ2I", 9, 4, 2, 7, 8)
+    head += text(b"a") + struct.pack("<I2QIQ", 2, 32, 2, 8, 0)
+    head += text(b"b") + struct.pack("<IQIQ", 1, 8, 0, 96)
+    return head + bytes(-len(head) % 32) + bytes(160)
 
 
 def header_seeds() -> list[bytes]:
@@ -264,6 +319,14 @@ TARGETS: dict[str, Target] = {
         weight=0.01,
     ),
     "safetensors": Target(open=_headers, seeds=header_seeds, tokens=JSON),
+    "gguf_header": Target(
+        open=_file("model.gguf", lambda folder: read_gguf_header(folder / "model.gguf")),
+        seeds=_gguf_seeds,
+        tokens=GGUF,
+    ),
+    "gguf": Target(
+        open=_file("model.gguf", _gguf), seeds=_gguf_seeds, tokens=GGUF, weight=0.01, slow_s=0.5
+    ),
     "checkpoint_index": Target(
         open=_file(INDEX_FILE, _index),
         seeds=_index_seeds,

