@@ -129,7 +129,7 @@ def serving(
     }.get(kind)
     if alter is not None:
         altered = AlteredCheckpoint(
-            checkpoint.name, checkpoint.folder, checkpoint.config, checkpoint.tensors
+            checkpoint.name, checkpoint.folder, checkpoint.config, checkpoint.stored
         )
         altered.alter = alter
         checkpoint = altered

@@ -94,7 +94,7 @@ class Bench:
         checkpoint = self.checkpoint
         if alter is not None:
             checkpoint = AlteredCheckpoint(
-                checkpoint.name, checkpoint.folder, checkpoint.config, checkpoint.tensors
+                checkpoint.name, checkpoint.folder, checkpoint.config, checkpoint.stored
             )
             checkpoint.alter = alter
         return load_blocks(

@@ -101,7 +101,7 @@ def test_a_span_needs_only_its_own_shards(models_dir: Path, tmp_path: Path) -> N
         tmp_path / "m", max_shard_size="200KB"
     )
     checkpoint = open_local(tmp_path / "m")
-    needed = {info.file for name, info in checkpoint.tensors.items() if "layers.4." in name}
+    needed = {info.file for name, info in checkpoint.stored.items() if "layers.4." in name}
     for file in (tmp_path / "m").glob("*.safetensors"):
         if file.name not in needed:
             file.unlink()

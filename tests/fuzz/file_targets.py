@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import struct
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import LlamaConfig
 
 from nesa_node.engine.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, PeftFolder
@@ -27,7 +29,15 @@ from nesa_node.engine.weights.adapter_files import (
 )
 from nesa_node.engine.weights.checkpoint import list_weight_files
 from nesa_node.engine.weights.families import read_config, read_raw_config, require_known_type
-from nesa_node.engine.weights.files import INDEX_FILE, read_header
+from nesa_node.engine.weights.files import (
+    DTYPES,
+    INDEX_FILE,
+    parse_header,
+    parse_json,
+    read_header,
+)
+from nesa_node.engine.weights.formats.quantization_config import find_format
+from nesa_node.engine.weights.formats.stored_format import map_tensors
 from nesa_node.topology.simulation.swarm_file import parse_swarm_file
 from nesa_node.topology.snapshot_json import snapshot_from_json
 from tests.engine.adapter_folders import LAYERS, write_adapter
@@ -175,6 +185,72 @@ def _headers() -> Iterator[Parse]:
             read(data)
 
         yield parse
+
+
+@contextmanager
+def _quantized() -> Iterator[Parse]:
+    """A config, a zero byte, and a header of weights, in front of which its length is put."""
+
+    def parse(data: bytes) -> None:
+        config, _, header = data.partition(b"\0")
+        raw = parse_json(config, what="m")
+        if not isinstance(raw, dict):
+            return
+        content = struct.pack("<Q", len(header)) + header
+
+        def read(start: int, count: int) -> bytes:
+            return content[start : start + count]
+
+        stored = parse_header(read, len(content) + (1 << 40), "m", where="m")
+        stored_format = find_format(raw, name="m")
+        for info in map_tensors(stored, stored_format, torch.float32, name="m").values():
+            assert 0 <= info.numel <= 4 * sum(each.nbytes for each in stored.values())
+
+    yield parse
+
+
+def _quantized_seeds() -> list[bytes]:
+    group = {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}
+    compressed = {"format": "pack-quantized", "config_groups": {"a": group}}
+    half, word = "F16", "I32"
+    columns = {"a.qzeros": (word, [2, 4]), "a.scales": (half, [2, 32])}
+    made = (
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32},
+            columns | {"a.qweight": (word, [8, 32])},
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 32},
+            columns | {"a.qweight": (word, [64, 4])},
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [32, 32]},
+            {"a.weight": ("F8_E4M3", [64, 64]), "a.weight_scale_inv": ("F32", [2, 2])},
+        ),
+        (
+            {"quant_method": "mxfp4"},
+            {"a_blocks": ("U8", [2, 4, 2, 16]), "a_scales": ("U8", [2, 4, 2])},
+        ),
+        (
+            {"quant_method": "compressed-tensors", **compressed},
+            {
+                "a.weight_packed": (word, [32, 8]),
+                "a.weight_scale": (half, [32, 2]),
+                "a.weight_shape": ("I64", [2]),
+                "b.weight": ("I8", [32, 64]),
+                "b.weight_scale": (half, [32, 1]),
+            },
+        ),
+    )
+    seeds = []
+    for config, tensors in made:
+        end, header = 0, {}
+        for name, (dtype, shape) in tensors.items():
+            begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        raw = {"quantization_config": config}
+        seeds.append(json.dumps(raw).encode() + b"\0" + json.dumps(header).encode())
+    return seeds
 
 
 def _adapter(folder: Path) -> None:
@@ -326,6 +402,12 @@ TARGETS: dict[str, Target] = {
     ),
     "gguf": Target(
         open=_file("model.gguf", _gguf), seeds=_gguf_seeds, tokens=GGUF, weight=0.01, slow_s=0.5
+    ),
+    "quantized": Target(
+        open=_quantized,
+        seeds=_quantized_seeds,
+        tokens=(*JSON, b".weight", b"_scale", b"group_size", b"F8_E4M3", b"I32", b"U8"),
+        weight=0.4,
     ),
     "checkpoint_index": Target(
         open=_file(INDEX_FILE, _index),

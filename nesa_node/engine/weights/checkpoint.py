@@ -36,9 +36,10 @@ from nesa_node.engine.weights.files import (
     TensorInfo,
     read_header,
     read_json,
-    read_tensor,
     read_window,
 )
+from nesa_node.engine.weights.formats.quantization_config import find_format
+from nesa_node.engine.weights.formats.stored_format import StoredFormat, Tensors, map_tensors
 from nesa_node.engine.weights.language_models import find_family, read_language_config
 from nesa_node.engine.weights.pipeline_folder import is_pipeline, read_pipeline_index
 
@@ -90,15 +91,32 @@ _PICKLE_SUFFIX = re.compile(r"\.(bin|pt|pth|ckpt|pkl|h5|msgpack)$")
 
 @dataclass(eq=False, repr=False)
 class Checkpoint(ABC):
-    """Read-only checkpoint. `tensors` describes all tensors, also those not downloaded yet."""
+    """Read-only checkpoint. `tensors` describes all tensors, also those not downloaded yet.
+
+    Of a quantized checkpoint they are the model's, each of which is made from one or several of
+    those in the files (`stored`).
+    """
 
     name: str
     folder: Path
     config: PreTrainedConfig
-    tensors: dict[str, TensorInfo]
+    stored: dict[str, TensorInfo]
+    stored_format: StoredFormat | None = None
+    tensors: Tensors = field(init=False)
     read_digests: dict[str, bytes] | None = field(default=None, init=False)
     """If given, `read` puts the `hash_tensor` of each tensor there as it was read."""
     _family: ModelFamily | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._map_tensors()
+
+    def _map_tensors(self) -> None:
+        stated = self.config.dtype
+        dtype = stated if isinstance(stated, torch.dtype) else None
+        self.tensors = map_tensors(self.stored, self.stored_format, dtype, name=self.name)
+
+    def _find_files(self, names: Iterable[str]) -> set[str]:
+        return {file for name in names for file in self.tensors[name].files}
 
     @property
     def family(self) -> ModelFamily:
@@ -139,8 +157,12 @@ class Checkpoint(ABC):
         """Return digests that identify the weights (`checkpoint.py`)."""
 
     def read(self, name: str) -> Tensor:
-        """Read one fetched tensor into new CPU memory, in the checkpoint's dtype."""
-        tensor = read_tensor(self.folder, self.tensors[name])
+        """Read one fetched tensor into new CPU memory, in the checkpoint's dtype; a quantized
+        weight as the values that it stands for.
+
+        Raises `CorruptCheckpointError`.
+        """
+        tensor = self.tensors[name].read(self.folder)
         if self.read_digests is not None:
             self.read_digests[name] = hash_tensor(tensor)
         return tensor
@@ -166,7 +188,7 @@ class LocalCheckpoint(Checkpoint):
     """A folder with `config.json` and `model.safetensors`, or its shards and their index."""
 
     def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
-        files = {self.tensors[name].file for name in names}
+        files = self._find_files(names)
         if missing := [file for file in files if not (self.folder / file).is_file()]:
             raise ModelNotFoundError(f"{self.folder} no longer has {', '.join(sorted(missing))}")
 
@@ -180,7 +202,7 @@ class LocalCheckpoint(Checkpoint):
         return self.folder
 
     def tensor_digests(self) -> Mapping[str, str]:
-        return sample_digests(self.folder, self.tensors)
+        return sample_digests(self.folder, self.stored)
 
 
 def open_folder(folder: Path, read: ReadConfig = read_language_config) -> LocalCheckpoint:
@@ -193,7 +215,17 @@ def open_folder(folder: Path, read: ReadConfig = read_language_config) -> LocalC
             tensors |= {
                 prefix + key: info for key, info in read_header(folder / file, file).items()
             }
-    return LocalCheckpoint(folder.name, folder, config, tensors)
+    return LocalCheckpoint(
+        folder.name, folder, config, tensors, read_format(folder, name=folder.name)
+    )
+
+
+def read_format(folder: Path, *, name: str) -> StoredFormat | None:
+    """Return the format that the config in `folder` tells of; None where weights are plain.
+
+    Raises as `read_raw_config` and `find_format` do.
+    """
+    return find_format(read_raw_config(folder, name=name), name=name)
 
 
 def _list_files(folder: Path) -> Iterable[Path]:

@@ -27,6 +27,7 @@ from nesa_node.core.errors import (
     UnsupportedModelError,
 )
 from nesa_node.engine.weights.files import read_json
+from nesa_node.engine.weights.formats.quantization_config import find_format
 from nesa_node.engine.weights.pipeline_folder import is_pipeline, read_pipeline_index
 
 
@@ -293,6 +294,7 @@ def read_config(folder: Path, *, name: str) -> PreTrainedConfig:
     `ModelNotFoundError` and `CorruptCheckpointError`.
     """
     raw = read_raw_config(folder, name=name)
+    find_format(raw, name=name)
     return _check_config(raw, folder / "config.json", lambda: parse_config(folder), name=name)
 
 
@@ -302,6 +304,7 @@ def read_config_text(text: bytes, *, name: str) -> PreTrainedConfig:
         raw = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"{name}: its config is no JSON object") from error
+    _require_unquantized(raw, name)
 
     def parse() -> PreTrainedConfig:
         kind = CONFIG_MAPPING[raw["model_type"]]
@@ -313,7 +316,6 @@ def read_config_text(text: bytes, *, name: str) -> PreTrainedConfig:
 def _check_config(
     raw: Mapping[str, Any], path: Path, parse: Callable[[], PreTrainedConfig], *, name: str
 ) -> PreTrainedConfig:
-    _require_unquantized(raw, name)
     if "model_type" not in raw and "auto_map" in raw:
         raise UnsupportedModelError(
             f"{name} needs its own Python code (auto_map), which is never run. "
@@ -334,8 +336,10 @@ def read_network_config(folder: Path, *, name: str) -> PreTrainedConfig:
     """
     raw = read_raw_config(folder, name=name)
     is_one = not is_pipeline(folder)
+    find_format(raw, name=name)
     for part, each in {"": raw}.items() if is_one else raw["parts"].items():
-        _require_unquantized(each, name)
+        if not is_one:
+            _require_unquantized(each, name)
         check_counts(each, folder / part / "config.json")
     if named := raw.get("_class_name") if is_one else raw["pipeline"]:
         return PreTrainedConfig(architectures=[str(named)])
@@ -345,12 +349,13 @@ def read_network_config(folder: Path, *, name: str) -> PreTrainedConfig:
 
 
 def _require_unquantized(raw: Mapping[str, Any], name: str) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    """Raise `UnsupportedModelError` for a config of quantized weights, whose format is not known
+    of a pipeline's networks and of shards.
+    """
+    if raw.get("quantization_config"):
         raise UnsupportedModelError(
-            f"{name} is quantized already ({method or 'unknown method'}), which cannot be served; "
-            "use the original checkpoint in float32, float16 or bfloat16"
+            f"{name} has a part that is quantized, which cannot be served; use the original in "
+            "float32, float16 or bfloat16"
         )
 
 
@@ -376,6 +381,10 @@ def _parse(read: Callable[[], Any], path: str) -> PreTrainedConfig:
     # With the package `kernels` installed, a hub name here would download and run machine code.
     config._attn_implementation = None
     config._experts_implementation = None
+    # Weights are read as what they stand for: no quantizer of transformers' is to be chosen.
+    for each in (config, *vars(config).values()):
+        if isinstance(each, PreTrainedConfig):
+            vars(each).pop("quantization_config", None)
     return config
 
 

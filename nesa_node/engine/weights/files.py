@@ -169,7 +169,11 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
+"""Those of 8-bit floats are of quantized checkpoints (`formats/`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,14 @@ class TensorInfo:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.file,)
+
+    def read(self, folder: Path) -> Tensor:
+        """As `read_tensor`."""
+        return read_tensor(folder, self)
 
 
 def read_header(path: Path, file: str) -> dict[str, TensorInfo]:

@@ -40,7 +40,7 @@ from nesa_node.core.logging import get_logger
 from nesa_node.core.wait_tracking import track_wait
 from nesa_node.engine.gguf.checkpoint import GGUF_SUFFIX, find_gguf, open_gguf, open_local
 from nesa_node.engine.gguf.header import part_paths
-from nesa_node.engine.weights.checkpoint import Checkpoint, ReadConfig, find_weights
+from nesa_node.engine.weights.checkpoint import Checkpoint, ReadConfig, find_weights, read_format
 from nesa_node.engine.weights.families import read_network_config
 from nesa_node.engine.weights.files import (
     DIFFUSION_INDEX_FILE,
@@ -52,6 +52,7 @@ from nesa_node.engine.weights.files import (
     parse_header,
     read_header,
 )
+from nesa_node.engine.weights.formats.stored_format import StoredFormat
 from nesa_node.engine.weights.language_models import read_language_config
 from nesa_node.engine.weights.pipeline_folder import (
     PIPELINE_INDEX,
@@ -258,14 +259,15 @@ class HubCheckpoint(Checkpoint):
         repository: HubRepository,
         folder: Path,
         config: PreTrainedConfig,
-        tensors: dict[str, TensorInfo],
+        stored: dict[str, TensorInfo],
+        stored_format: StoredFormat | None = None,
     ) -> None:
-        super().__init__(repository.name, folder, config, tensors)
+        super().__init__(repository.name, folder, config, stored, stored_format)
         self._repository = repository
         self._fetched_files: set[str] = set()
 
     def fetch(self, names: Iterable[str], progress: Progress | None = None) -> None:
-        files = sorted({self.tensors[name].file for name in names} - self._fetched_files)
+        files = sorted(self._find_files(names) - self._fetched_files)
         if not files:
             return
         self._repository.require_allowed(files)
@@ -273,21 +275,21 @@ class HubCheckpoint(Checkpoint):
         for file in files:
             prefix = "" if "/" not in file else f"{PurePosixPath(file).parent}."
             found = read_header(self.folder / file, file)
-            self.tensors |= {prefix + name: info for name, info in found.items()}
+            self.stored |= {prefix + name: info for name, info in found.items()}
+        self._map_tensors()
         self._fetched_files.update(files)
 
     def download_sizes(self, names: Iterable[str]) -> Mapping[str, int]:
-        files = {self.tensors[name].file for name in names}
-        return {file: self._repository.files[file].size for file in files}
+        return {file: self._repository.files[file].size for file in self._find_files(names)}
 
     def require_download_allowed(self, names: Iterable[str]) -> None:
-        self._repository.require_allowed({self.tensors[name].file for name in names})
+        self._repository.require_allowed(self._find_files(names))
 
     def fetch_side_files(self) -> Path:
         return self._repository.download(_side_files(self._repository.files, self.folder))
 
     def tensor_digests(self) -> Mapping[str, str]:
-        files = {info.file for info in self.tensors.values()}
+        files = {info.file for info in self.stored.values()}
         return {file: self._repository.files[file].digest for file in files}
 
 
@@ -447,7 +449,7 @@ def open_hub(
     tensors: dict[str, TensorInfo] = {}
     for prefix, names in find_weights(set(files), folder, name=model).items():
         tensors |= {prefix + key: info for key, info in repository.read_headers(names).items()}
-    return HubCheckpoint(repository, folder, config, tensors)
+    return HubCheckpoint(repository, folder, config, tensors, read_format(folder, name=model))
 
 
 _FIRST_FILES = ("config.json", PIPELINE_INDEX, INDEX_FILE, DIFFUSION_INDEX_FILE)

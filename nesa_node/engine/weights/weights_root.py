@@ -1,4 +1,7 @@
-"""Root of a span's weights: whole tensors of the checkpoint, as stored, hashed into one tree."""
+"""Root of a span's weights: whole tensors of the checkpoint, hashed into one tree.
+
+They are hashed as stored, quantized weights as the values that they stand for.
+"""
 
 from __future__ import annotations
 

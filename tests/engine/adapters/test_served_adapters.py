@@ -35,6 +35,7 @@ from nesa_node.engine.model.blocks import RowChunk
 from nesa_node.engine.model.compiled_step import CompiledDecoder
 from tests.engine.adapters.peft_models import PeftReference, make_configs, save_adapters
 from tests.engine.chained import Chain, distance, new_row
+from tests.engine.stored_weights import KINDS, write_quantized
 from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_model
 
 # PEFT asks transformers by a name that will be removed.
@@ -128,6 +129,14 @@ def test_logits_of_mixed_iterations_are_those_of_peft(
     folders = save_adapters(model, make_configs(family), tmp_path)
     rows = run_mixed(Batch(Chain(model), folders))
     require_equal(rows, PeftReference(model, folders))
+
+
+def test_adapters_are_added_to_a_quantized_checkpoint(models_dir: Path, tmp_path: Path) -> None:
+    family, pack, config = KINDS["gptq in 4 bits"]
+    model = write_quantized(save_tiny_model(family, models_dir), tmp_path / "made", pack, config)
+    folders = save_adapters(model.plain, make_configs(family), tmp_path)
+    rows = run_mixed(Batch(Chain(model.folder), folders))
+    require_equal(rows, PeftReference(model.plain, folders))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mixtral"])

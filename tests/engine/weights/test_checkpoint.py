@@ -100,8 +100,8 @@ def test_pickled_weights_are_refused_with_the_way_to_convert(folder: Path) -> No
         open_local(folder)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])
-def test_a_quantized_checkpoint_is_refused_by_its_method(folder: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "torchao"])
+def test_a_checkpoint_in_another_format_is_refused_by_its_method(folder: Path, method: str) -> None:
     set_config(folder, quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(UnsupportedModelError, match=method):
         open_local(folder)
@@ -249,15 +249,15 @@ def test_a_tokenizer_too_large_to_parse_is_refused(folder: Path) -> None:
 
 
 def test_tensors_of_other_dtypes_are_refused(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(_header(_entry("F8_E4M3", (8, 8))))
-    with pytest.raises(UnsupportedModelError, match="F8_E4M3"):
+    (folder / "model.safetensors").write_bytes(_header(_entry("F6_E3M2", (8, 8))))
+    with pytest.raises(UnsupportedModelError, match="F6_E3M2"):
         open_local(folder)
 
 
 def test_a_file_cut_short_after_opening_is_corrupt(folder: Path) -> None:
     checkpoint = open_local(folder)
     with (folder / "model.safetensors").open("r+b") as stream:
-        stream.truncate(checkpoint.tensors["model.norm.weight"].offset + 4)
+        stream.truncate(checkpoint.stored["model.norm.weight"].offset + 4)
     with pytest.raises(CorruptCheckpointError, match="ended early"):
         checkpoint.read("model.norm.weight")
 

@@ -58,7 +58,7 @@ def opened(
 
 
 def shards_of(checkpoint: Checkpoint, block: int) -> set[str]:
-    return {info.file for name, info in checkpoint.tensors.items() if f"layers.{block}." in name}
+    return {info.file for name, info in checkpoint.stored.items() if f"layers.{block}." in name}
 
 
 def load(checkpoint: Checkpoint, span: Span) -> float:

@@ -79,7 +79,7 @@ def test_the_hub_gives_what_is_needed(
     checkpoint = opened(hub, tmp_path)
     local = open_folder(saved[0], read_network_config)
     assert set(checkpoint.tensors) == set(local.tensors)
-    weights = {info.file for info in checkpoint.tensors.values()}
+    weights = {info.file for info in checkpoint.stored.values()}
     before = hub.downloads.copy()
     folder = checkpoint.fetch_side_files()
     assert not (hub.downloads - before).keys() & weights
