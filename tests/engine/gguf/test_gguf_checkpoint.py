@@ -114,7 +114,7 @@ def test_the_safetensors_of_a_model_have_another_id(model: Any, tmp_path: Path) 
 def test_opening_reads_no_tensor_and_writes_configs_once(small: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     checkpoint = open_gguf(small, tmp_path / "cache")
-    start = min(info.offset for info in checkpoint.tensors.values())
+    start = min(info.offset for info in checkpoint.stored.values())
     with cut.open("wb") as stream:
         stream.write(small.read_bytes()[:start])
         stream.truncate(small.stat().st_size)  # all weights are a hole
@@ -180,7 +180,7 @@ def test_a_split_model_is_one(model: Any, small: Path, opened: Checkpoint, tmp_p
     for given in (folder, parts[0], parts[2]):
         found = open_checkpoint(str(given), cache_dir=tmp_path / "cache")
         assert found.name == "tiny-Q8_0"
-        assert {info.file for info in found.tensors.values()} == {str(part) for part in parts}
+        assert {info.file for info in found.stored.values()} == {str(part) for part in parts}
         assert found.tensor_digests() == opened.tensor_digests()
         assert all(torch.equal(found.read(name), opened.read(name)) for name in found.tensors)
     parts[1].unlink()
