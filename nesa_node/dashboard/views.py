@@ -202,6 +202,7 @@ def node_entry(sighting: TrackedNode, audits: AuditHistory) -> dict[str, Any]:
         "memory_free_bytes": record.gpu_memory_free_bytes if gpu else record.cpu_memory_free_bytes,
         "dtype": record.dtype,
         "quantization": record.quantization,
+        "cache_dtype": record.cache_dtype,
         "load": round(record.load, 3),
         "sessions": record.sessions,
         "tokens_per_s": _round_to_3_digits(sighting.tokens_per_s),

@@ -178,6 +178,7 @@ def _node(node: NodeState, stability: float | None) -> dict[str, Any]:
         "decode_tokens_per_s": node.decode_tokens_per_s,
         "prefill_tokens_per_s": node.prefill_tokens_per_s,
         "quantization": node.quantization,
+        "cache_dtype": node.cache_dtype,
         "dtype": node.dtype,
         "load": node.load,
         "free_cache_tokens": node.free_cache_tokens,

@@ -20,7 +20,7 @@ _LATER_FIELDS = frozenset(
     (
         *("gpu_memory_total_bytes", "gpu_memory_free_bytes"),
         *("cpu_memory_total_bytes", "cpu_memory_free_bytes"),
-        *("roofline", "operator", "private_schemes"),
+        *("roofline", "operator", "private_schemes", "cache_dtype"),
     )
 )
 LINK_ARRAYS = ("rtt_ms_NN", "rate_bytes_per_s_NN", "age_s_NN", "confidence_NN")
@@ -57,12 +57,12 @@ def _sorted_nodes(nodes: tuple[NodeState, ...]) -> list[dict[str, object]]:
 def _node_fields(node: NodeState) -> dict[str, object]:
     """Fields of a node, numbers as floats, so that 0, 0.0 and -0.0 hash alike.
 
-    Later fields without a value are left out, so that older snapshots keep their digest.
+    Later fields with their default are left out, so that older snapshots keep their digest.
     """
     values = {
         field.name: getattr(node, field.name)
         for field in fields(node)
-        if field.name not in _LATER_FIELDS or getattr(node, field.name)
+        if field.name not in _LATER_FIELDS or getattr(node, field.name) != field.default
     }
     values["location"] = node.location and tuple(value + 0.0 for value in node.location)
     return {
@@ -92,12 +92,14 @@ class NodeState:
     `gpu_memory_*` and `cpu_memory_*` are of the whole device, GPU 0 without one; `roofline` is what
     the device was measured to do, None if it was not. `operator` is the name of the node's
     operator, if declared. `private_schemes` are those of private sessions that it serves.
+    `cache_dtype` is "int8" if the node holds keys and values in 8 bits.
     """
 
     peer_id: PeerId
     span: Span
     dtype: str = "float32"
     quantization: str = "none"
+    cache_dtype: str = "auto"
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     free_cache_tokens: int = 0
@@ -120,6 +122,11 @@ class NodeState:
     roofline: Roofline | None = None
     operator: str | None = None
     private_schemes: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What it computes with: outputs of nodes of one kind differ by rounding alone."""
+        return self.dtype, self.quantization, self.cache_dtype
 
     @property
     def free_memory_share(self) -> float | None:

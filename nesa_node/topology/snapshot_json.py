@@ -91,6 +91,7 @@ class _SnapshotNode(_SnapshotPart):
     span: _SnapshotSpan
     dtype: _Name = "float32"
     quantization: _Name = "none"
+    cache_dtype: _Name = "auto"
     prefill_tokens_per_s: _Amount = 0.0
     decode_tokens_per_s: _Amount = 0.0
     free_cache_tokens: _Count = 0

@@ -108,6 +108,8 @@ def test_typo_in_the_environment_is_an_error(
         (["run", "m", "--num-blocks", "2", "--block-indices", "0:2"], "exclude each other"),
         (["run", "m", "--torch-dtype", "int8"], "--torch-dtype"),
         (["run", "m", "--quant-type", "int4"], "--quant-type"),
+        (["run", "m", "--cache-dtype", "nf4"], "--cache-dtype"),
+        (["run", "--shards-gib", "1", "--cache-dtype", "int8"], "the caches of shards"),
         (["run", "m", "surplus"], "surplus"),
         (["generate"], "MODEL is required"),
         (["generate", "m", "p", "--private-blocks", "1:3"], "private_blocks are those of private"),

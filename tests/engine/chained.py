@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nesa_node.core.errors import CacheFullError
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.choices import ClientQuantType, QuantType
+from nesa_node.core.settings.choices import CacheDtype, ClientQuantType, QuantType
 from nesa_node.engine.cache.pages import PageTable, pages_for
 from nesa_node.engine.model import blocks as engine
 from nesa_node.engine.model.blocks import ModelBlocks
@@ -54,13 +54,21 @@ class Chain:
         device: str = "cpu",
         quant_type: QuantType = "none",
         client_quant_type: ClientQuantType = "none",
+        cache_dtype: CacheDtype = "auto",
     ) -> None:
         checkpoint = open_local(folder)
         self.embedder, self.head = load_embedder_and_head(
             checkpoint, dtype=dtype, device=device, quant_type=client_quant_type
         )
         self.blocks = [
-            load_blocks(checkpoint, span, dtype=dtype, device=device, quant_type=quant_type)
+            load_blocks(
+                checkpoint,
+                span,
+                dtype=dtype,
+                device=device,
+                quant_type=quant_type,
+                cache_dtype=cache_dtype,
+            )
             for span in spans
         ]
 

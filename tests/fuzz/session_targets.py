@@ -52,6 +52,7 @@ from nesa_node.swarm.protocol.messages import (
     Open,
     Output,
     Pages,
+    QuantizedPages,
     Received,
     RowSlice,
     Step,
@@ -126,13 +127,14 @@ def _messages() -> list[tuple[Message, bytes]]:
     step = Step(session=session, epoch=1, step=3, rows=row, tensor=meta, via=("int8",))
     output = Output(epoch=1, step=3, rows=row, tensor=meta)
     pages = Pages(row=0, position=0, tensor=meta)
+    codes = QuantizedPages(row=0, position=0, count=2, nbytes=len(payload))
     disclosed = Disclosed(rows=row, tensor=meta)
     opened = Opening(
         statement=b"statement", signature=bytes(64), secret=secret, inputs=row, outputs=row,
         tensor=meta,
     )  # fmt: skip
     return [(message, b"") for message in plain] + [
-        (message, bytes(payload)) for message in (step, output, pages, disclosed, opened)
+        (message, bytes(payload)) for message in (step, output, pages, codes, disclosed, opened)
     ]
 
 

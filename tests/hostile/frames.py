@@ -34,6 +34,7 @@ from nesa_node.swarm.protocol.messages import (
     Pong,
     PushOpen,
     PushOpened,
+    QuantizedPages,
     Reorder,
     Reordered,
     Rollback,
@@ -126,12 +127,14 @@ def recordings(facts: Facts, rng: random.Random) -> list[bytes]:
     sides = 2 * (facts.blocks[1] - facts.blocks[0])
     cached = TensorMeta(dtype="float32", shape=(sides, TOKENS, *facts.cache_heads))
     pages = Pages(row=0, position=0, tensor=cached)
+    codes = QuantizedPages(row=0, position=0, count=TOKENS, nbytes=100)
     step = Step(session=session, epoch=1, step=1, rows=rows, tensor=meta)
     output = Output(epoch=1, step=1, rows=rows, tensor=meta)
     return [
         *(frame(encode_message(message)) for message in plain),
         *(frame(encode_message(message), payload) for message in (step, output)),
         frame(encode_message(pages), bytes(cached.nbytes)),
+        frame(encode_message(codes), bytes(codes.nbytes)),
     ]
 
 

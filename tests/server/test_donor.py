@@ -13,7 +13,16 @@ from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.model.blocks import ModelBlocks, RowChunk
 from nesa_node.server.scheduler.batch import open_executor
 from nesa_node.server.session.transfer import MAX_TRUNCATIONS, TransferSender
-from nesa_node.swarm.protocol.messages import Message, Pages, RowSlice, Step, Sync, Synced, Want
+from nesa_node.swarm.protocol.messages import (
+    Message,
+    Pages,
+    RowSlice,
+    Step,
+    Sync,
+    Synced,
+    TransferOpened,
+    Want,
+)
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer, SentStep
 from tests.server.bench import Wire
 
@@ -60,7 +69,7 @@ async def test_pages_that_were_read_while_the_session_was_cut_are_not_sent(
         sending.truncate([10])
 
     executor: Any = _CutsInTheMiddle(cut)
-    sending = TransferSender(cast(Any, wire), state_of(table, blocks), executor)
+    sending = TransferSender(cast(Any, wire), state_of(table, blocks), executor, TransferOpened())
     for length in (0, 0, 10):
         wire.say(Synced(lengths=(length,)))
     assert await sending.sync() == (10,)
@@ -113,7 +122,9 @@ async def test_successor_lacks_no_kept_output_where_the_session_is_cut_meanwhile
 
     wire.cut = cut
     async with open_executor() as executor:
-        sending = TransferSender(cast(Any, wire), state_of(table, blocks, outbox), executor)
+        sending = TransferSender(
+            cast(Any, wire), state_of(table, blocks, outbox), executor, TransferOpened()
+        )
         for length in (0, 10, 10):
             wire.say(Synced(lengths=(length,)))
         assert await sending.sync() == (10,)
@@ -138,7 +149,9 @@ async def test_session_that_is_cut_while_its_pages_are_sent_is_handed_over(
 
     wire.cut = cut
     async with open_executor() as executor:
-        sending = TransferSender(cast(Any, wire), state_of(table, blocks), executor)
+        sending = TransferSender(
+            cast(Any, wire), state_of(table, blocks), executor, TransferOpened()
+        )
         for length in (0, 0, TOKENS):
             wire.say(Synced(lengths=(length,)))
         assert await sending.sync() == (TOKENS,)
@@ -157,7 +170,9 @@ async def test_session_that_is_cut_all_the_time_is_given_up_for_now(blocks: Mode
     wire = _Cuts("successor", Pages)
     wire.times = 1000
     async with open_executor() as executor:
-        sending = TransferSender(cast(Any, wire), state_of(table, blocks), executor)
+        sending = TransferSender(
+            cast(Any, wire), state_of(table, blocks), executor, TransferOpened()
+        )
         wire.cut = lambda: sending.truncate([20])
         for _ in range(MAX_TRUNCATIONS + 1):
             wire.say(Synced(lengths=(0,)))
@@ -179,7 +194,9 @@ async def test_cuts_of_the_last_tokens_do_not_keep_a_session_from_being_handed_o
     wire.times = cuts
     lengths = iter(range(TOKENS - cuts, TOKENS))
     async with open_executor() as executor:
-        sending = TransferSender(cast(Any, wire), state_of(table, blocks), executor)
+        sending = TransferSender(
+            cast(Any, wire), state_of(table, blocks), executor, TransferOpened()
+        )
         wire.cut = lambda: sending.truncate([next(lengths)])
         for _ in range(cuts + 2):
             wire.say(Synced(lengths=(TOKENS,)))

@@ -25,7 +25,7 @@ from nesa_node.server.scheduler.batch import (
     take_tokens,
 )
 from nesa_node.server.session.transfer import TransferSender
-from nesa_node.swarm.protocol.messages import Pages, RowSlice, Step, Synced
+from nesa_node.swarm.protocol.messages import Pages, RowSlice, Step, Synced, TransferOpened
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer
 
 WRITTEN = -99.0
@@ -47,9 +47,10 @@ class Writing:
 
     span = Span(0, 1)
     dtype = torch.float32
+    cache_dtype = "auto"
 
     def __init__(self, pool: PagePool) -> None:
-        self._sides = (*pool.keys_SHD, *pool.values_SHD)
+        self._sides = pool.tensors
 
     def forward_buffers(self, _: Any, runs: Any) -> None:
         for run in runs:
@@ -61,7 +62,7 @@ class Writing:
 
 def filled(table: PageTable, values: list[float]) -> PageTable:
     table.reserve(len(values))
-    for side_SHD in (*table.pool.keys_SHD, *table.pool.values_SHD):
+    for side_SHD in table.pool.tensors:
         side_SHD[table.slots(0, len(values))] = torch.tensor(values).view(-1, 1, 1)
     table.length = len(values)
     return table
@@ -130,7 +131,9 @@ async def test_pages_that_are_replaced_meanwhile_are_handed_over_as_they_were(ca
         await asyncio.sleep(0.01)
         running = asyncio.create_task(executor.run(lambda: run_batch(blocks, shares)))
         await asyncio.sleep(0.01)
-        sending = asyncio.create_task(TransferSender(stream, state, executor).sync())
+        sending = asyncio.create_task(
+            TransferSender(stream, state, executor, TransferOpened()).sync()
+        )
         await asyncio.sleep(0.01)
         gate.set()
         await asyncio.gather(ahead, running, sending)

@@ -283,7 +283,8 @@ def format_codecs(sent_bytes: Mapping[str, int]) -> str:
 
 
 def _format_precision(record: NodeRecord) -> str:
-    return record.dtype if record.quantization == "none" else record.quantization
+    weights = record.dtype if record.quantization == "none" else record.quantization
+    return weights if record.cache_dtype == "auto" else f"{weights}, cache {record.cache_dtype}"
 
 
 _COLUMNS = (

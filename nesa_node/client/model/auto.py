@@ -114,8 +114,8 @@ class AutoDistributedModelForCausalLM:
         `quality` bounds the compression of hidden states on slow links: none ("exact"), at most
         0.5% of perplexity ("high") or 3% ("balanced"), or a codec's name for all links ("lossless",
         "int8", ...: `compression/codecs.py`). `min_precision` is the coarsest quantization of
-        weights that nodes may use: "nf4", "int8" or "full". `strategy` is the rule that chooses
-        chains (`routing/strategies.py`).
+        weights and KV caches that nodes may use: "nf4", "int8" or "full". `strategy` is the rule
+        that chooses chains (`routing/strategies.py`).
 
         With `reuse_prefix` sessions reuse what nodes still hold of earlier ones with the same first
         tokens. Nodes see digests salted with `prefix_salt` (16 to 64 bytes; by default random, for

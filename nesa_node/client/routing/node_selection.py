@@ -406,7 +406,7 @@ class NodeSelector:
         ]
         precise = [node for node in holders if not is_too_coarse(node, request)]
         if holders and not precise:
-            found = ", ".join(sorted({node.quantization for node in holders}))
+            found = ", ".join(sorted({_describe_precision(node) for node in holders}))
             return RefusedError(
                 "too_coarse",
                 f"the nodes with blocks {error.missing[0][0]}:{error.missing[0][1]} hold them in "
@@ -451,7 +451,14 @@ async def _run_planning(snapshot: Snapshot, planning: Callable[[], _T]) -> _T:
 
 
 def is_too_coarse(node: NodeState, request: RouteRequest) -> bool:
-    """Whether the node's weights are coarser than requested, or of an unknown quantization."""
+    """Whether the node's weights or KV cache are coarser than requested, or of an unknown kind."""
     order = get_args(Precision)
-    precision = "full" if node.quantization == "none" else node.quantization
-    return precision not in order[order.index(request.options.min_precision) :]
+    allowed = order[order.index(request.options.min_precision) :]
+    weights = "full" if node.quantization == "none" else node.quantization
+    cache = "full" if node.cache_dtype == "auto" else node.cache_dtype
+    return weights not in allowed or cache not in allowed
+
+
+def _describe_precision(node: NodeState) -> str:
+    cache = "" if node.cache_dtype == "auto" else f" with a cache in {node.cache_dtype}"
+    return node.quantization + cache

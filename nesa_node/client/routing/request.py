@@ -54,7 +54,7 @@ class ConnectionOptions:
     `balanced`), within which each link chooses a codec by its speed, or one codec for all links."""
 
     min_precision: Precision = "nf4"
-    """Coarsest quantization of weights that nodes may use."""
+    """Coarsest quantization of weights and KV caches that nodes may use."""
 
     strategy: StrategyName = "exact-latency"
     """Rule that chooses chains (`routing/strategies.py`)."""

@@ -42,7 +42,7 @@ class NodeRecomputation:
             if node.span.covers(work.span)
             and node.peer_id != work.peer
             and node.peer_id not in self._planner.barred
-            and (node.dtype, node.quantization) == (declared.dtype, declared.quantization)
+            and node.kind == (declared.dtype, declared.weights, declared.cache_dtype)
         ]
         random.SystemRandom().shuffle(holders)
         return holders

@@ -92,7 +92,7 @@ def recompute(
     unknown here.
     """
     declared = work.computation
-    if declared.quantization not in get_args(QuantType):
+    if declared.weights not in get_args(QuantType):
         raise NotAuditedError(f"quantization {declared.quantization!r} is unknown here")
     dtype = DTYPES[declared.dtype]
     vary = perturb if is_perturbed else lambda values_LD: values_LD
@@ -111,7 +111,8 @@ def recompute(
                 span,
                 hidden,
                 dtype=dtype,
-                quant_type=cast(QuantType, declared.quantization),
+                quant_type=cast(QuantType, declared.weights),
+                cache_dtype=declared.cache_dtype,
                 adapter=adapter,
                 by_token=by_token,
             )

@@ -37,11 +37,11 @@ def choose_chains(
     is chance, as in `choose_replicas`. Nodes that no chain needs are in one all the same, which may
     use them. Raises `MissingBlocksError` for blocks for which there are not even `fewest` chains.
     """
-    by_kind: dict[tuple[str, str], list[NodeState]] = defaultdict(list)
+    by_kind: dict[tuple[str, str, str], list[NodeState]] = defaultdict(list)
     for node in nodes:
         is_within = node.span.start < span.end and span.start < node.span.end
         if is_within and node.peer_id not in avoided:
-            by_kind[node.dtype, node.quantization].append(node)
+            by_kind[node.kind].append(node)
     usable = max(by_kind.values(), key=lambda kind: min(_count_holders(kind, span)), default=[])
     held = _count_holders(usable, span)
     if min(held) < fewest:
@@ -96,10 +96,10 @@ def choose_replicas(
 
     @cache
     def holders(part: Span) -> tuple[PeerId, ...]:
-        by_kind: dict[tuple[str, str], list[PeerId]] = defaultdict(list)
+        by_kind: dict[tuple[str, str, str], list[PeerId]] = defaultdict(list)
         for node in usable:
             if node.span.covers(part):
-                by_kind[node.dtype, node.quantization].append(node.peer_id)
+                by_kind[node.kind].append(node.peer_id)
         return max(map(tuple, by_kind.values()), key=len, default=())
 
     ordered = sorted(cuts)

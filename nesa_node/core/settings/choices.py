@@ -16,6 +16,8 @@ PrivacyName = Literal["none", "ckks", "masks"]
 QuantType = Literal["none", "int8", "nf4"]
 ClientQuantType = Literal["none", "int8", "nf4"]
 """How a client holds the weights of its own parts."""
+CacheDtype = Literal["auto", "int8"]
+"""What a KV cache holds: values as they are computed, or in 8 bits."""
 RouteName = Literal["chain", "star"]
 Precision = Literal["nf4", "int8", "full"]
 """Weight precisions, coarsest first. "full": the `--torch-dtype`, not quantized."""

@@ -27,6 +27,7 @@ from nesa_node.core.settings.choices import (
     AttestationSource,
     AuditorChoice,
     AuditScheme,
+    CacheDtype,
     ClientQuantType,
     DtypeName,
     LogFormat,
@@ -259,7 +260,10 @@ class ClientConfig(RouteConfig, PrivacyConfig):
         basic=True,
     )
     min_precision: Precision = setting(
-        "nf4", "Swarm", "The coarsest weights that nodes may compute with: nf4, int8 or full."
+        "nf4",
+        "Swarm",
+        "The coarsest weights that nodes may compute with: nf4, int8 or full. With full, KV caches "
+        "in 8 bits are not used either.",
     )
     strategy: StrategyName = setting("exact-latency", "Swarm", "How nodes are chosen.")
     audit: AuditRate = setting(
@@ -609,6 +613,12 @@ class NodeConfig(OrchestratorConfig, PrivacyConfig):
     quant_type: QuantType = setting(
         "none", "Model and device", "Hold weights in 8 or 4.5 bits: none, int8 or nf4.", basic=True
     )
+    cache_dtype: CacheDtype = setting(
+        "auto",
+        "Model and device",
+        "What the KV cache holds: auto, keys and values as they are computed; int8, in 8 bits, for "
+        "twice as many tokens of 16-bit models.",
+    )
     block_indices: BlockRange | None = setting(
         None, "Model and device", "Exactly these blocks, half-open: a:b.", basic=True
     )
@@ -781,6 +791,11 @@ class NodeConfig(OrchestratorConfig, PrivacyConfig):
             for name in ("block_indices", "first_blocks", "num_blocks", "api", "http"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for a node of one model: give MODEL, too")
+            if self.shards_gib is not None and self.cache_dtype != "auto":
+                raise ValueError(
+                    f"cache_dtype {self.cache_dtype} is for nodes of a model: the caches of shards "
+                    "hold what their owners' sessions computed"
+                )
         elif self.shards_gib is not None:
             raise ValueError("shards_gib is for a node without a model: leave MODEL out")
         return self

@@ -71,5 +71,6 @@ export function linkWords(link) {
 }
 
 export function precision(node) {
-  return node.quantization === "none" ? node.dtype : node.quantization;
+  const weights = node.quantization === "none" ? node.dtype : node.quantization;
+  return node.cache_dtype === "auto" ? weights : `${weights}, cache ${node.cache_dtype}`;
 }

@@ -19,9 +19,13 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from nesa_node.engine.adapters.served_adapter import ServedAdapter
+from nesa_node.engine.cache.cache_side import CacheSide, dequantize_heads
 from nesa_node.engine.cache.pages import PagePool, PageTable
 
 ATTENTION_NAME = "nesa_pages"
+MAX_DEQUANTIZED_BYTES = 32 << 20
+"""Keys, or values, of a row that are dequantized at once, if one head has no more."""
+_ALL_HEADS = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +48,27 @@ class PackedRow:
     slots: slice | Tensor
     mask_by_window: dict[int | None, Tensor | None] = field(default_factory=dict)
 
-    def visible_slots(self, side_SHD: Tensor, window: int | None) -> Tensor:
-        """Keys or values [1, H, C, D] within `visible_slots` of this run's tokens."""
+    def visible_slots(
+        self, side: CacheSide, window: int | None, heads: slice = _ALL_HEADS
+    ) -> Tensor:
+        """Keys or values [1, H, C, D] of these heads that this run's tokens attend to."""
         skipped = max(self.past + 1 - window, 0) if window is not None else 0
-        if isinstance(self.slots, slice):
+        if side.scales_SH is None and heads is _ALL_HEADS and isinstance(self.slots, slice):
             # One call into torch instead of three for slicing and transposing.
-            _, heads, dim = side_SHD.shape
+            _, all_heads, dim = side.stored_SHD.shape
             first, count = self.slots.start + skipped, self.past + self.count - skipped
-            width = heads * dim
-            return side_SHD.as_strided((1, heads, count, dim), (0, dim, width, 1), first * width)
-        return side_SHD[self.slots[skipped:]].transpose(0, 1).unsqueeze(0)
+            width = all_heads * dim
+            return side.stored_SHD.as_strided(
+                (1, all_heads, count, dim), (0, dim, width, 1), first * width
+            )
+        if isinstance(self.slots, slice):
+            slots: slice | Tensor = slice(self.slots.start + skipped, self.slots.stop)
+        else:
+            slots = self.slots[skipped:]
+        stored_HCD = side.stored_SHD[slots, heads].transpose(0, 1)
+        if side.scales_SH is not None:
+            stored_HCD = dequantize_heads(stored_HCD, side.scales_SH[slots, heads].T, side.dtype)
+        return stored_HCD.unsqueeze(0)
 
     def mask(self, window: int | None, device: torch.device) -> Tensor | None:
         """Boolean mask [L, C] of the keys that each query attends to; None: plain causal."""
@@ -99,14 +114,8 @@ class PackedRows:
     def store_kv(self, layer_idx: int, keys_THD: Tensor, values_THD: Tensor) -> None:
         """Write a layer's keys and values of the new tokens to their slots."""
         layer = layer_idx - self.pool.span.start
-        for side_SHD, new_THD in (
-            (self.pool.keys_SHD[layer], keys_THD),
-            (self.pool.values_SHD[layer], values_THD),
-        ):
-            if isinstance(self._new_slots, slice):
-                side_SHD[self._new_slots] = new_THD
-            else:
-                side_SHD.index_copy_(0, self._new_slots, new_THD)
+        self.pool.keys[layer].write(self._new_slots, keys_THD)
+        self.pool.values[layer].write(self._new_slots, values_THD)
 
     def compute_attention(
         self,
@@ -124,27 +133,15 @@ class PackedRows:
         Returns [T, Q, D] of all rows' tokens, or those of `rows` only, in their order.
         """
         layer = layer_idx - self.pool.span.start
-        keys_SHD, values_SHD = self.pool.keys_SHD[layer], self.pool.values_SHD[layer]
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
         tokens, _, dim = query_TQD.shape
-        query_THGD = query_TQD.view(tokens, keys_SHD.shape[1], -1, dim)
-        outputs = []
-        for row in self.rows if rows is None else rows:
-            query_LHGD = query_THGD[row.start : row.start + row.count]
-            keys_1HCD = row.visible_slots(keys_SHD, window)
-            values_1HCD = row.visible_slots(values_SHD, window)
-            mask = row.mask(window, query_TQD.device) if row.count > 1 else None
-            if softcap is not None or sinks_Q is not None:
-                output = _attend_by_scores(
-                    query_LHGD, keys_1HCD, values_1HCD, mask, scaling, softcap, sinks_Q
-                )
-            elif row.count == 1:
-                # Query heads of a kv head are passed as its query tokens: fewer, larger products.
-                output = functional.scaled_dot_product_attention(
-                    query_LHGD, keys_1HCD, values_1HCD, scale=scaling
-                )
-            else:
-                output = _attend_many_tokens(query_LHGD, keys_1HCD, values_1HCD, mask, scaling)
-            outputs.append(output)
+        query_THGD = query_TQD.view(tokens, keys.stored_SHD.shape[1], -1, dim)
+        sinks_HG = None if sinks_Q is None else sinks_Q.view(query_THGD.shape[1:3])
+        attention = _RowAttention(keys, values, scaling, window, softcap, sinks_HG)
+        outputs = [
+            attention.attend(row, query_THGD[row.start : row.start + row.count])
+            for row in (self.rows if rows is None else rows)
+        ]
         output_THGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output_THGD.flatten(1, 2)
 
@@ -177,6 +174,49 @@ class PackedRows:
             else:
                 parts.append(row.slots[row.past :].cpu())
         return torch.cat(parts).to(self.pool.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowAttention:
+    """Attention of one layer."""
+
+    keys: CacheSide
+    values: CacheSide
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+    sinks_HG: Tensor | None
+
+    def attend(self, row: PackedRow, query_LHGD: Tensor) -> Tensor:
+        """Outputs [L, H, G, D] of a row's new tokens."""
+        if self.keys.scales_SH is None:
+            return self._attend_heads(row, query_LHGD, _ALL_HEADS, self.sinks_HG)
+        # A few heads at a time, so that a long row is never in memory at full size.
+        head_bytes = (row.past + row.count) * query_LHGD.shape[-1] * self.keys.dtype.itemsize
+        step = max(MAX_DEQUANTIZED_BYTES // head_bytes, 1)
+        parts = []
+        for first in range(0, query_LHGD.shape[1], step):
+            heads = slice(first, first + step)
+            sinks_HG = None if self.sinks_HG is None else self.sinks_HG[heads]
+            parts.append(self._attend_heads(row, query_LHGD[:, heads], heads, sinks_HG))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _attend_heads(
+        self, row: PackedRow, query_LHGD: Tensor, heads: slice, sinks_HG: Tensor | None
+    ) -> Tensor:
+        keys_1HCD = row.visible_slots(self.keys, self.window, heads)
+        values_1HCD = row.visible_slots(self.values, self.window, heads)
+        mask = row.mask(self.window, query_LHGD.device) if row.count > 1 else None
+        if self.softcap is not None or sinks_HG is not None:
+            return _attend_by_scores(
+                query_LHGD, keys_1HCD, values_1HCD, mask, self.scaling, self.softcap, sinks_HG
+            )
+        if row.count == 1:
+            # Query heads of a kv head are passed as its query tokens: fewer, larger products.
+            return functional.scaled_dot_product_attention(
+                query_LHGD, keys_1HCD, values_1HCD, scale=self.scaling
+            )
+        return _attend_many_tokens(query_LHGD, keys_1HCD, values_1HCD, mask, self.scaling)
 
 
 def paged_attention_forward(
@@ -237,12 +277,12 @@ def _attend_by_scores(
     mask_LC: Tensor | None,
     scaling: float | None,
     softcap: float | None,
-    sinks_Q: Tensor | None,
+    sinks_HG: Tensor | None,
 ) -> Tensor:
     """Attention whose scores are changed before softmax, which is in float32.
 
-    Of Gemma 2: tanh-capped at `softcap`. Of gpt-oss: `sinks_Q` has a score for each query head that
-    takes its share of the weight and has no value.
+    Of Gemma 2: tanh-capped at `softcap`. Of gpt-oss: `sinks_HG` has a score for each query head
+    that takes its share of the weight and has no value.
     """
     count, _, _, dim = query_LHGD.shape
     context = keys_1HCD.shape[2]
@@ -255,8 +295,8 @@ def _attend_by_scores(
         if mask_LC is None:
             mask_LC = torch.ones(count, context, dtype=torch.bool, device=keys_1HCD.device).tril()
         scores_HGLC = scores_HGLC.masked_fill(~mask_LC, float("-inf"))
-    if sinks_Q is not None:
-        sinks_HG11 = sinks_Q.view(*scores_HGLC.shape[:2], 1, 1).to(scores_HGLC.dtype)
+    if sinks_HG is not None:
+        sinks_HG11 = sinks_HG[:, :, None, None].to(scores_HGLC.dtype)
         sinks_HGL1 = sinks_HG11.expand(-1, -1, count, -1)
         scores_HGLC = torch.cat((scores_HGLC, sinks_HGL1), dim=-1)
     weights_HGLC = scores_HGLC.softmax(-1, dtype=torch.float32).to(query_LHGD.dtype)
@@ -287,8 +327,8 @@ class RowCache:
         layer = layer_idx - self._pool.span.start
         repeats = self._pool.heads[layer].repeats
         return (
-            self._write_and_read(self._pool.keys_SHD[layer], keys_1HLD, repeats),
-            self._write_and_read(self._pool.values_SHD[layer], values_1HLD, repeats),
+            self._write_and_read(self._pool.keys[layer], keys_1HLD, repeats),
+            self._write_and_read(self._pool.values[layer], values_1HLD, repeats),
         )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -300,7 +340,7 @@ class RowCache:
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self._length + query_length, 0
 
-    def _write_and_read(self, side_SHD: Tensor, new_1HLD: Tensor, repeats: int) -> Tensor:
-        side_SHD[self._new_slots] = new_1HLD[0, ::repeats].transpose(0, 1)
-        kept_1HCD = side_SHD[self._all_slots].transpose(0, 1).unsqueeze(0)
+    def _write_and_read(self, side: CacheSide, new_1HLD: Tensor, repeats: int) -> Tensor:
+        side.write(self._new_slots, new_1HLD[0, ::repeats].transpose(0, 1))
+        kept_1HCD = side.read(self._all_slots).transpose(0, 1).unsqueeze(0)
         return kept_1HCD.repeat_interleave(repeats, 1) if repeats > 1 else kept_1HCD

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from nesa_node.core.errors import CacheFullError
 from nesa_node.core.ids import Span
+from nesa_node.core.settings.choices import CacheDtype
+from nesa_node.engine.cache.cache_side import CacheSide
 from nesa_node.engine.cache.prefix_index import PrefixIndex, PrefixKey
 from nesa_node.engine.weights.families import CacheHeads
 
@@ -98,7 +100,8 @@ def pages_for(tokens: int) -> int:
 class PagePool:
     """Keys [S, H, D] and values [S, H, D] for each block of `span`, in one dtype on one device.
 
-    Blocks may differ in H and D, and a block's values from its keys.
+    Blocks may differ in H and D, and a block's values from its keys. With `cache_dtype` int8 they
+    are held in 8 bits, and written and read in `dtype`.
 
     Page allocation is thread-safe, except for a row that is being run. The operating system commits
     memory when a page is first written. A row's pages are consecutive where possible, so that
@@ -114,20 +117,28 @@ class PagePool:
         tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        cache_dtype: CacheDtype = "auto",
     ) -> None:
         self.span = span
+        self.cache_dtype = cache_dtype
         each_heads = (heads,) * len(span) if isinstance(heads, CacheHeads) else tuple(heads)
         self.heads = each_heads
         """Of each block."""
         self.num_pages = max(pages_for(tokens), 1)
         slots = self.num_pages * PAGE_TOKENS
-        self.keys_SHD, self.values_SHD = (
+        self.keys, self.values = (
             [
-                torch.empty((slots, *each.shapes[side]), dtype=dtype, device=device)
+                CacheSide.allocate(
+                    (slots, *each.shapes[side]),
+                    dtype=dtype,
+                    cache_dtype=cache_dtype,
+                    device=device,
+                )
                 for each in each_heads
             ]
             for side in (0, 1)
         )
+        """Of each block."""
         self.device = device
         self.prefixes = PrefixIndex()
         self._lock = threading.RLock()
@@ -138,6 +149,11 @@ class PagePool:
         """Pages that rows hold, each counted once even if shared."""
         self._reserved_pages = 0
         self._excess_pages = 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of its memory, each with a slot's part at the slot's index."""
+        return [tensor for side in (*self.keys, *self.values) for tensor in side.tensors]
 
     @property
     def cached_pages(self) -> int:
@@ -157,8 +173,11 @@ class PagePool:
         return reservation
 
     def export_tokens(self, slots: slice | Tensor, span: Span) -> Tensor:
-        """Copy `slots` of the blocks `span` to the CPU, in `export_shape`, all keys first."""
-        sides = [side_SHD[slots] for side_SHD in self._keys_and_values(span)]
+        """Copy `slots` of the blocks `span` to the CPU, in `export_shape`, all keys first.
+
+        In the pool's dtype, also where they are held in 8 bits.
+        """
+        sides = [side.read(slots) for side in self._sides(span)]
         count = len(sides[0])
         if self._is_uneven(span):
             sides = [torch.cat([side_LHD.flatten(1) for side_LHD in sides], dim=1)[:, None]]
@@ -169,28 +188,49 @@ class PagePool:
 
         If these cache different shapes, it is [1, L, 1, all of a token's elements].
         """
-        sides = self._keys_and_values(span)
+        sides = [side.stored_SHD for side in self._sides(span)]
         if self._is_uneven(span):
             return 1, count, 1, sum(side_SHD[0].numel() for side_SHD in sides)
         return len(sides), count, *sides[0].shape[1:]
 
     def import_tokens(self, slots: slice | Tensor, span: Span, tokens: Tensor) -> None:
         """Write the result of `export_tokens` to `slots` of the blocks `span`."""
-        sides = self._keys_and_values(span)
+        sides = self._sides(span)
         parts: Sequence[Tensor] = tokens.unbind()
         if self._is_uneven(span):
-            sizes = [side_SHD[0].numel() for side_SHD in sides]
+            sizes = [side.stored_SHD[0].numel() for side in sides]
             parts = torch.split(tokens[0, :, 0], sizes, dim=1)
-        for side_SHD, tokens_LHD in zip(sides, parts, strict=True):
-            shaped_LHD = tokens_LHD.reshape(-1, *side_SHD.shape[1:])
-            side_SHD[slots] = shaped_LHD.to(self.device, side_SHD.dtype)
+        for side, tokens_LHD in zip(sides, parts, strict=True):
+            shaped_LHD = tokens_LHD.reshape(-1, *side.stored_SHD.shape[1:])
+            side.write(slots, shaped_LHD.to(self.device, side.dtype))
+
+    def slot_bytes(self, span: Span) -> int:
+        """Bytes of one token of the blocks `span`, as `export_bytes` has them."""
+        return sum(side.slot_bytes for side in self._sides(span))
+
+    def export_bytes(self, slots: slice | Tensor, span: Span) -> Tensor:
+        """Copy what is stored in `slots` of the blocks `span` to the CPU: bytes [L, B].
+
+        Of each token its keys of all blocks, then its values; codes before their scales.
+        """
+        return torch.cat([side.read_bytes(slots) for side in self._sides(span)], dim=1).cpu()
+
+    def import_bytes(self, slots: slice | Tensor, span: Span, bytes_LB: Tensor) -> None:
+        """Write the result of `export_bytes` of a pool of this kind to `slots`.
+
+        Raises `ProtocolError` as `CacheSide.write_bytes` does. What was in `slots` is lost then.
+        """
+        sides = self._sides(span)
+        parts = torch.split(bytes_LB, [side.slot_bytes for side in sides], dim=1)
+        for side, part_LB in zip(sides, parts, strict=True):
+            side.write_bytes(slots, part_LB)
 
     def _is_uneven(self, span: Span) -> bool:
-        return len({side_SHD.shape for side_SHD in self._keys_and_values(span)}) > 1
+        return len({side.stored_SHD.shape for side in self._sides(span)}) > 1
 
-    def _keys_and_values(self, span: Span) -> list[Tensor]:
+    def _sides(self, span: Span) -> list[CacheSide]:
         first, last = span.start - self.span.start, span.end - self.span.start
-        return [*self.keys_SHD[first:last], *self.values_SHD[first:last]]
+        return [*self.keys[first:last], *self.values[first:last]]
 
     def _allocate(self, count: int, after: int | None, expected: int) -> list[int]:
         """Allocate `count` pages, consecutive from `after` if those are free."""
@@ -447,8 +487,8 @@ class PageTable:
             return
         [own] = self.pool._allocate(1, before, 1)
         source, target = (slice(p * PAGE_TOKENS, (p + 1) * PAGE_TOKENS) for p in (shared, own))
-        for layer_SHD in (*self.pool.keys_SHD, *self.pool.values_SHD):
-            layer_SHD[target] = layer_SHD[source]
+        for tensor in self.pool.tensors:
+            tensor[target] = tensor[source]
         self._pages[index] = own
         self.pool._release([shared])
 

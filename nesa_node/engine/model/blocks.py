@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from nesa_node.compression.tensors import BufferRange, HiddenStates
 from nesa_node.core.errors import ContextLengthError, UnsupportedModelError
 from nesa_node.core.ids import Span
+from nesa_node.core.settings.choices import CacheDtype
 from nesa_node.engine.adapters.peft_folder import MAX_ADAPTER_BYTES, PeftFolder
 from nesa_node.engine.adapters.segments import AdapterSegments
 from nesa_node.engine.adapters.served_adapter import ServedAdapter, ServedLinear, SpanLayout
@@ -94,6 +95,7 @@ class ModelBlocks:
         weight_bytes: int,
         dtype: torch.dtype,
         device: torch.device,
+        cache_dtype: CacheDtype = "auto",
     ) -> None:
         """`decoder` runs `span` on `inputs_embeds` and returns the last block's raw output."""
         self.threads = ThreadController()
@@ -103,13 +105,15 @@ class ModelBlocks:
         self.hidden_size = int(checkpoint.config.hidden_size)
         self.context_length = checkpoint.context_length
         self.dtype = dtype
+        self.cache_dtype: CacheDtype = cache_dtype
+        """What `new_pool` holds keys and values in."""
         self.device = device
         self.weight_bytes = weight_bytes
         self._decoder: Any = decoder
         self._compiled_decoder: CompiledDecoder | None = None
         if isinstance(decoder, FusedDecoder):
             with suppress(ValueError):  # no machine code supports such layers
-                self._compiled_decoder = CompiledDecoder(decoder.ordered_layers)
+                self._compiled_decoder = CompiledDecoder(decoder.ordered_layers, cache_dtype)
         self._family = checkpoint.family
         heads = self._family.list_cache_heads(checkpoint.config)
         self._cache_heads = heads[span.start : span.end]
@@ -123,6 +127,13 @@ class ModelBlocks:
     @property
     def cache_bytes_per_token(self) -> int:
         """KV cache of one token in all blocks."""
+        return sum(
+            heads.bytes_per_token(self.dtype, self.cache_dtype) for heads in self._cache_heads
+        )
+
+    @property
+    def full_cache_bytes_per_token(self) -> int:
+        """The same of a cache that holds values as they are computed."""
         return sum(heads.bytes_per_token(self.dtype) for heads in self._cache_heads)
 
     def modules(self) -> Iterator[nn.Module]:
@@ -223,7 +234,12 @@ class ModelBlocks:
     def new_pool(self, tokens: int) -> PagePool:
         """Return an empty KV cache with room for `tokens` tokens of all rows together."""
         return PagePool(
-            self.span, self._cache_heads, tokens=tokens, dtype=self.dtype, device=self.device
+            self.span,
+            self._cache_heads,
+            tokens=tokens,
+            dtype=self.dtype,
+            device=self.device,
+            cache_dtype=self.cache_dtype,
         )
 
     def forward(self, hidden_TD: Tensor, runs: Sequence[RowChunk]) -> Tensor:

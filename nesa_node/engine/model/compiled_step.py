@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from nesa_node.compression.tensors import BufferRange
+from nesa_node.core.settings.choices import CacheDtype
 from nesa_node.engine.adapters.segments import AdapterSegments
 from nesa_node.engine.cache.paged_attention import PackedRow, PackedRows
 from nesa_node.engine.cache.pages import PagePool
@@ -164,16 +165,17 @@ class CompiledStep:
             self._calls.append(partial(_normalize_queries_and_keys, layer, qkv))
             self._uses_torch = True
         number = layer.layer_idx - pool.span.start
-        cache = pool.keys_SHD[number].data_ptr(), pool.values_SHD[number].data_ptr()
+        cache = _CacheAddresses.of_block(pool, number)
         rotate = code.rope_and_store_kv.bind(
             qkv.data_ptr(),
             *(table.data_ptr() for table in self._rotary_tables),
-            *cache,
+            *cache.stored,
             ctypes.addressof(step.positions),
             ctypes.addressof(step.slots),
             self._tokens,
             layer.num_q_heads,
             layer.num_kv_heads,
+            *cache.scales,
         )
         self._calls.append(rotate.run)
         attended = self._buffer("attended", layer.num_q_heads * layer.head_dim)
@@ -233,6 +235,22 @@ def _normalize_queries_and_keys(layer: FusedLayer, qkv: Tensor) -> None:
     turned.copy_(layer.qk_norm.forward(turned))
 
 
+class _CacheAddresses(NamedTuple):
+    """Addresses of a block's keys and values, and of their scales in int8 (else 0)."""
+
+    stored: tuple[int, int]
+    scales: tuple[int, int]
+
+    @classmethod
+    def of_block(cls, pool: PagePool, number: int) -> _CacheAddresses:
+        sides = pool.keys[number], pool.values[number]
+        keys, values = (side.stored_SHD.data_ptr() for side in sides)
+        of_keys, of_values = (
+            0 if side.scales_SH is None else side.scales_SH.data_ptr() for side in sides
+        )
+        return cls((keys, values), (of_keys, of_values))
+
+
 class _AttentionCall:
     """Attention of a layer, written to `attended` [T, Q x E]."""
 
@@ -241,16 +259,16 @@ class _AttentionCall:
         attend: NativeFunction,
         layer: FusedLayer,
         qkv: Tensor,
-        cache: tuple[int, int],
+        cache: _CacheAddresses,
         attended: Tensor,
         step: _StepState,
     ) -> None:
         self._function, self._layer, self._step = attend, layer, step
         self._qkv, self._attended = qkv, attended
         self._visible = step.visible_slots(layer)
-        pointers = qkv.data_ptr(), *cache, attended.data_ptr(), *self._visible.addresses
+        pointers = qkv.data_ptr(), *cache.stored, attended.data_ptr(), *self._visible.addresses
         scale = float_as_field(layer.scaling)
-        self._fields = *pointers, 0, 0, layer.num_kv_heads, 0, scale
+        self._fields = *pointers, 0, 0, layer.num_kv_heads, 0, scale, *cache.scales
         self._threads = 1
         self._kernel_call = attend.bind(*self._fields)
 
@@ -370,7 +388,7 @@ def float_as_field(value: float) -> int:
 class CompiledDecoder:
     """Compiled steps through layers of one shape and dtype, recorded once for each batch size."""
 
-    def __init__(self, layers: Iterable[FusedLayer]) -> None:
+    def __init__(self, layers: Iterable[FusedLayer], cache_dtype: CacheDtype) -> None:
         """Raises `ValueError` for unsupported or unequal layer shapes, or without a compiler."""
         [shape, *others] = {_layer_shape(layer) for layer in layers}
         if others or shape is None:
@@ -378,20 +396,21 @@ class CompiledDecoder:
         dtype, dim, group = shape
         functions = compile_functions(
             ("add_and_norm", dtype),
-            ("rotate", dtype, dim),
-            ("attend", dtype, dim, group),
+            ("rotate", dtype, dim, cache_dtype),
+            ("attend", dtype, dim, group, cache_dtype),
             ("activate", dtype),
         )
         if functions is None:
             raise ValueError("there is no machine code for this processor")
         self._functions = DecoderFunctions(*functions)
+        self._cache_dtype = cache_dtype
         self._buffers = ScratchBuffers(COMPILED_MAX_TOKENS)
         self._steps: dict[tuple[int, int, int, int, bool], CompiledStep] = {}
         """Least recently used first."""
 
     def supports(self, packed: PackedRows) -> bool:
-        """Whether the batch is small enough, and each row's cache is contiguous."""
-        if packed.tokens > COMPILED_MAX_TOKENS:
+        """Whether the batch is small enough, and each row's cache is contiguous and of its kind."""
+        if packed.tokens > COMPILED_MAX_TOKENS or packed.pool.cache_dtype != self._cache_dtype:
             return False
         # A loop, since `all` takes three times as long.
         for row in packed.rows:  # noqa: SIM110

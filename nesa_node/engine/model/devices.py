@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nesa_node.core.errors import ConfigError, InsufficientMemoryError, UnsupportedModelError
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.settings.choices import CacheDtype, QuantType
 from nesa_node.engine.cache.pages import PageTable, pages_for
 from nesa_node.engine.kernels.linear import trim_malloc_heap
 from nesa_node.engine.kernels.threads import clipped_mean
@@ -127,10 +127,12 @@ def compute_block_work(
     )
 
 
-def cache_bytes_per_token(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+def cache_bytes_per_token(
+    checkpoint: Checkpoint, dtype: torch.dtype, cache_dtype: CacheDtype = "auto"
+) -> int:
     """Return the KV cache bytes of one token in one block, the largest if they differ."""
     shapes = set(checkpoint.family.list_cache_heads(checkpoint.config))
-    return max(heads.bytes_per_token(dtype) for heads in shapes)
+    return max(heads.bytes_per_token(dtype, cache_dtype) for heads in shapes)
 
 
 def fit_blocks(
@@ -140,6 +142,7 @@ def fit_blocks(
     device: torch.device | str,
     cache_tokens: int,
     quant_type: QuantType = "none",
+    cache_dtype: CacheDtype = "auto",
     free_bytes: int | None = None,
 ) -> MemoryFit:
     """Return how many blocks fit into free memory, each with a KV cache of `cache_tokens`.
@@ -149,7 +152,7 @@ def fit_blocks(
     """
     free = free_memory_bytes(device) if free_bytes is None else free_bytes
     largest = max(compute_block_bytes(checkpoint, dtype, quant_type))
-    cache = cache_tokens * cache_bytes_per_token(checkpoint, dtype)
+    cache = cache_tokens * cache_bytes_per_token(checkpoint, dtype, cache_dtype)
     usable = free - max(int(free * RESERVE_FRACTION), RESERVE_BYTES)
     count = min(max(usable, 0) // (largest + cache), checkpoint.num_blocks)
     if not count:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.settings.choices import CacheDtype, QuantType
 from nesa_node.engine.cache.paged_attention import ATTENTION_NAME as PAGED_ATTENTION
 from nesa_node.engine.kernels.linear import (
     iterate_modules,
@@ -43,15 +43,16 @@ def load_blocks(
     dtype: torch.dtype,
     device: torch.device | str,
     quant_type: QuantType = "none",
+    cache_dtype: CacheDtype = "auto",
     progress: Progress | None = None,
 ) -> ModelBlocks:
     """Load the tensors of blocks `span` of a model. Blocks the thread.
 
-    Linear layers are held as `quant_type` says, everything else in `dtype`, which is also that of
-    activations. Peak memory is the span's plus that of the largest tensor, as stored in the
-    checkpoint. Raises `CorruptCheckpointError` (a tensor is missing or misshapen), what
-    `Checkpoint.fetch` raises, `UnsupportedModelError` for weights that cannot be quantized so, and
-    `ValueError` for a span that is empty or outside the model.
+    Linear layers are held as `quant_type` says, KV caches as `cache_dtype` does, everything else in
+    `dtype`, which is also that of activations. Peak memory is the span's plus that of the largest
+    tensor, as stored in the checkpoint. Raises `CorruptCheckpointError` (a tensor is missing or
+    misshapen), what `Checkpoint.fetch` raises, `UnsupportedModelError` for weights that cannot be
+    quantized so, and `ValueError` for a span that is empty or outside the model.
     """
     if not len(span) or span.end > checkpoint.num_blocks:
         raise ValueError(f"{checkpoint.name} has blocks 0:{checkpoint.num_blocks}, not {span}")
@@ -69,11 +70,19 @@ def load_blocks(
         quant_type=quant_type,
         progress=progress,
     )
-    return finish_blocks(skeleton, decoder, span, dtype=dtype, device=device)
+    return finish_blocks(
+        skeleton, decoder, span, dtype=dtype, device=device, cache_dtype=cache_dtype
+    )
 
 
 def finish_blocks(
-    model: EmptyModel, decoder: Any, span: Span, *, dtype: torch.dtype, device: torch.device
+    model: EmptyModel,
+    decoder: Any,
+    span: Span,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dtype: CacheDtype = "auto",
 ) -> ModelBlocks:
     """Blocks of a `detach_served_span` decoder, all of whose weights are loaded."""
     model.require_complete(decoder)
@@ -82,7 +91,13 @@ def finish_blocks(
         decoder = FusedDecoder(decoder, model.checkpoint.context_length)
     replace_linear_layers(decoder)
     return ModelBlocks(
-        decoder, model.checkpoint, span, weight_bytes=weight_bytes, dtype=dtype, device=device
+        decoder,
+        model.checkpoint,
+        span,
+        weight_bytes=weight_bytes,
+        dtype=dtype,
+        device=device,
+        cache_dtype=cache_dtype,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nesa_node.core.ids import Span
-from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.settings.choices import CacheDtype, QuantType
 from nesa_node.engine.adapters.peft_folder import PeftFolder
 from nesa_node.engine.adapters.served_adapter import ServedAdapter
 from nesa_node.engine.cache.pages import PAGE_TOKENS, pages_for
@@ -48,6 +48,7 @@ def run_blocks(
     *,
     dtype: torch.dtype,
     quant_type: QuantType,
+    cache_dtype: CacheDtype = "auto",
     adapter: PeftFolder | None = None,
     by_token: bool = False,
 ) -> list[tuple[Tensor, Tensor | None]]:
@@ -57,7 +58,14 @@ def run_blocks(
     prefill, or `by_token`, which rounds otherwise and takes as long as a session. Blocks the
     thread. Raises what `load_blocks` and `load_adapter` raise.
     """
-    blocks = load_blocks(checkpoint, span, dtype=dtype, device="cpu", quant_type=quant_type)
+    blocks = load_blocks(
+        checkpoint,
+        span,
+        dtype=dtype,
+        device="cpu",
+        quant_type=quant_type,
+        cache_dtype=cache_dtype,
+    )
     served = None if adapter is None else blocks.load_adapter(adapter)
     found: list[tuple[Tensor, Tensor | None]] = []
     for hidden_LD in rows:

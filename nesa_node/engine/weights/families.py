@@ -26,6 +26,8 @@ from nesa_node.core.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from nesa_node.core.settings.choices import CacheDtype
+from nesa_node.engine.cache.cache_side import count_head_bytes
 from nesa_node.engine.weights.files import read_json
 from nesa_node.engine.weights.formats.quantization_config import find_format
 from nesa_node.engine.weights.pipeline_folder import is_pipeline, read_pipeline_index
@@ -51,12 +53,13 @@ class CacheHeads:
         keys = (self.num_kv_heads, self.head_dim)
         return keys, self.values or keys
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
+    def bytes_per_token(self, dtype: torch.dtype, cache_dtype: CacheDtype = "auto") -> int:
         """Return 2 x head_dim x n_kv_heads x bytes per item: the cache of a token in one block.
 
-        Nesa paper, eq. 4, corrected: the paper counts query heads and the whole model's blocks.
+        In int8 with a scale for each head. Nesa paper, eq. 4, corrected: the paper counts query
+        heads and the whole model's blocks.
         """
-        return sum(heads * dim for heads, dim in self.shapes) * dtype.itemsize
+        return sum(heads * count_head_bytes(dim, dtype, cache_dtype) for heads, dim in self.shapes)
 
 
 def _grouped_query_heads(config: Any) -> CacheHeads:

@@ -179,7 +179,7 @@ class OpeningServer:
             raise ProtocolError("bad_opening", f"the seal is of blocks {Span(*stated.blocks)}")
         if self._checkpoint.family.router is not None:
             raise ProtocolError("not_checkable", "honest routers of a mixture may disagree")
-        if stated.computation.quantization not in get_args(QuantType):
+        if stated.computation.weights not in get_args(QuantType):
             raise ProtocolError("not_checkable", "a quantization that is unknown here")
         work = OpenedWork(accused, Span(*stated.blocks), stated.computation, rows)
         if sum(len(row.inputs_LD) for row in rows) * len(work.span) > MAX_TOKEN_BLOCKS:
@@ -245,7 +245,8 @@ def _compute(
             span,
             hidden,
             dtype=dtype,
-            quant_type=cast(QuantType, declared.quantization),
+            quant_type=cast(QuantType, declared.weights),
+            cache_dtype=declared.cache_dtype,
             by_token=by_token,
         )
         hidden = [output_LD for output_LD, _ in ran]

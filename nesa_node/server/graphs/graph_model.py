@@ -101,6 +101,11 @@ def open_graph_model(
         raise ConfigError(
             f"--quant-type {config.quant_type}: networks in pieces are served in full precision"
         )
+    if config.cache_dtype != "auto":
+        raise ConfigError(
+            f"--cache-dtype {config.cache_dtype}: networks in pieces keep keys and values as they "
+            "are computed"
+        )
     if config.attestation != "none":
         raise ConfigError("--attestation: nodes of networks in pieces do not attest yet")
     if config.plan is not None:

@@ -18,7 +18,7 @@ from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.errors import SwarmError
 from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
-from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.settings.choices import CacheDtype, QuantType
 from nesa_node.engine.model.devices import SpanThroughput
 from nesa_node.swarm.dht.records import NodeStatus
 from nesa_node.swarm.directory import Directory
@@ -55,6 +55,7 @@ class NodeFacts:
     context_length: int
     dtype: torch.dtype
     quant_type: QuantType
+    cache_dtype: CacheDtype = "auto"
     device: torch.device
     public_name: str | None
     max_blocks: int
@@ -158,6 +159,7 @@ class Announcer:
             span=(span.start, span.end),
             dtype=DTYPE_NAMES[facts.dtype],
             quantization=facts.quant_type,
+            cache_dtype=facts.cache_dtype,
             protocol_version=VERSION,
             prefill_tokens_per_s=self.throughput.prefill_tokens_per_s,
             decode_tokens_per_s=self.throughput.decode_tokens_per_s,

@@ -421,6 +421,7 @@ def _make_announcer(
         context_length=served.context_length,
         dtype=served.dtype,
         quant_type=served.quant_type,
+        cache_dtype=served.cache_dtype,
         device=served.device,
         public_name=config.public_name,
         max_blocks=max_blocks,

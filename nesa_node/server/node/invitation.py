@@ -140,6 +140,7 @@ def ready_file_fields(
         "span": None if span is None else [span.start, span.end],
         "dtype": None if served is None else DTYPE_NAMES[served.dtype],
         "quant_type": None if served is None else served.quant_type,
+        "cache_dtype": None if served is None else served.cache_dtype,
     }
 
 

@@ -10,7 +10,7 @@ import torch
 
 from nesa_node.core.errors import ConfigError, InsufficientMemoryError
 from nesa_node.core.ids import ModelId, Span
-from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.settings.choices import CacheDtype, QuantType
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.devices import (
@@ -39,6 +39,8 @@ class NodeModel(ABC):
     model_id: ModelId
     dtype: torch.dtype
     quant_type: QuantType
+    cache_dtype: CacheDtype = "auto"
+    """What a KV cache holds keys and values in."""
     device: torch.device
 
     @property
@@ -114,7 +116,7 @@ class DecoderModel(NodeModel):
                 f"{blocks} blocks of {self.checkpoint.name} with {cache_tokens} tokens of cache "
                 f"take {needed >> 20} MiB, {fit.free_bytes >> 20} MiB are free; {fit.blocks} "
                 "blocks would fit: ask for fewer (--num-blocks), a smaller cache, a 16-bit "
-                "--torch-dtype or --quant-type int8"
+                "--torch-dtype, --quant-type int8 or --cache-dtype int8"
             )
 
     def _find_fit(self, cache_tokens: int, regained_bytes: int = 0) -> MemoryFit:
@@ -124,6 +126,7 @@ class DecoderModel(NodeModel):
             device=self.device,
             cache_tokens=cache_tokens,
             quant_type=self.quant_type,
+            cache_dtype=self.cache_dtype,
             free_bytes=free_memory_bytes(self.device) + regained_bytes,
         )
 

@@ -208,6 +208,7 @@ def _load(served: DecoderModel, span: Span) -> ModelBlocks:
             dtype=served.dtype,
             device=served.device,
             quant_type=served.quant_type,
+            cache_dtype=served.cache_dtype,
             progress=progress,
         )
 
@@ -223,7 +224,8 @@ def _count_training_bytes(config: NodeConfig, blocks: ModelBlocks, cache_tokens:
 
 def make_limits(config: NodeConfig, blocks: ModelBlocks, tokens: int) -> AdmissionLimits:
     """The limits for a cache of `tokens`."""
-    of_cache = int(tokens * blocks.cache_bytes_per_token * HIDDEN_BYTES_PER_CACHE_BYTE)
+    # Hidden states take as much for a token whose cache is in 8 bits.
+    of_cache = int(tokens * blocks.full_cache_bytes_per_token * HIDDEN_BYTES_PER_CACHE_BYTE)
     per_token = blocks.hidden_size * 4
     needed = tokens * per_token
     # No peer may take all of it, but a single session can use the model's whole length.

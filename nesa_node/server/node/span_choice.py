@@ -61,6 +61,7 @@ def open_node_model(config: NodeConfig) -> DecoderModel | GraphModel:
         model_id=compute_model_id(checkpoint),
         dtype=checkpoint.resolve_dtype(config.torch_dtype),
         quant_type=config.quant_type,
+        cache_dtype=config.cache_dtype,
         device=device,
     )
 

@@ -262,6 +262,7 @@ class SpanRunner:
             span=str(served_span.span),
             dtype=DTYPE_NAMES[self.served.dtype],
             quant_type=self.served.quant_type,
+            cache_dtype=self.served.cache_dtype,
             weight_mib=served_span.weight_bytes >> 20,
             decode_tokens_per_s=round(served_span.throughput.decode_tokens_per_s, 1),
             cache_tokens=served_span.capacity().total_tokens,

@@ -110,11 +110,12 @@ async def dial_downstream(
     return stream, LinkEncoder(opened.quality, answer.codecs, speed)
 
 
-async def dial_successor(lookup: NeighbourLookup, opened: Open, successor: Downstream) -> Stream:
+async def dial_successor(
+    lookup: NeighbourLookup, opened: Open, successor: Downstream
+) -> tuple[Stream, TransferOpened]:
     """Open a stream to the session's successor. Raises `ProtocolError("downstream_lost")`."""
     introduction = TransferOpen(version=VERSION, session=opened.session, secret=opened.secret)
-    stream, _ = await _dial_neighbour(lookup, successor, introduction, TransferOpened)
-    return stream
+    return await _dial_neighbour(lookup, successor, introduction, TransferOpened)
 
 
 async def dial_pieces(lookup: NeighbourLookup, neighbour: Downstream) -> tuple[Stream, GraphOpened]:

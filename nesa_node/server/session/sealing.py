@@ -17,7 +17,7 @@ from nesa_node.compression.tensors import DTYPE_NAMES, HiddenStates, TensorMeta,
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.swarm.p2p.identity import Identity
-from nesa_node.swarm.protocol.messages import Computation, Open, RowSlice
+from nesa_node.swarm.protocol.messages import INT8_CACHE, Computation, Open, RowSlice
 from nesa_node.swarm.protocol.seal_messages import (
     SEALED_SINCE,
     Seal,
@@ -38,7 +38,7 @@ def describe_computation(blocks: ModelBlocks, quant_type: QuantType) -> Computat
     on_gpu = blocks.device.type == "cuda"
     return Computation(
         dtype=DTYPE_NAMES[blocks.dtype],  # type: ignore[arg-type]  # one that a model can have
-        quantization=quant_type,
+        quantization=quant_type + (INT8_CACHE if blocks.cache_dtype == "int8" else ""),
         backend=torch.cuda.get_device_name(blocks.device)[:64] if on_gpu else "cpu",
     )
 

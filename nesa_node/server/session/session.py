@@ -23,7 +23,15 @@ from nesa_node.server.session.session_state import (
 )
 from nesa_node.server.session.transfer import TRANSFER_CHUNK_TOKENS, SessionDonor, TransferReceiver
 from nesa_node.swarm.p2p.tasks import wait_until_done
-from nesa_node.swarm.protocol.messages import Downstream, Link, Pages, RowSlice, Step, Sync
+from nesa_node.swarm.protocol.messages import (
+    Downstream,
+    Link,
+    Pages,
+    QuantizedPages,
+    RowSlice,
+    Step,
+    Sync,
+)
 from nesa_node.swarm.protocol.replay_buffer import ReplayBuffer
 from nesa_node.swarm.protocol.seal_messages import SEALED_SINCE
 from nesa_node.swarm.protocol.stream import Stream
@@ -91,9 +99,11 @@ class Session:
 
     @property
     def max_transfer_bytes(self) -> int:
-        """The largest tensor that a donor may send."""
+        """The largest tensor that a donor may send, whatever its own cache holds."""
+        blocks = self.state.blocks
         return max(
-            self.state.blocks.cache_bytes_per_token * TRANSFER_CHUNK_TOKENS,
+            blocks.full_cache_bytes_per_token * TRANSFER_CHUNK_TOKENS,
+            blocks.cache_bytes_per_token * TRANSFER_CHUNK_TOKENS,
             self.sequencer.max_step_bytes,
         )
 
@@ -223,7 +233,7 @@ class Session:
         self._require_unlinked()
 
     async def accept_transfer(
-        self, message: Pages | Step | Sync, payload: bytearray
+        self, message: Pages | QuantizedPages | Step | Sync, payload: bytearray
     ) -> tuple[int, ...]:
         """Take what the donor sends; return the lengths held. Not once linked (`ProtocolError`)."""
         async with self._transfer_lock:

@@ -53,6 +53,7 @@ from nesa_node.swarm.protocol.messages import (
     Probe,
     PushOpen,
     PushOpened,
+    QuantizedPages,
     Step,
     Sync,
     Synced,
@@ -385,10 +386,10 @@ class SessionServer:
         session = self._find_session(opened)
         session.check_donor(stream.peer)
         with session.reading_upstream(stream):
-            await stream.send(TransferOpened())
+            await stream.send(TransferOpened(cache_dtype=session.state.blocks.cache_dtype))
             while True:
                 message, payload = await stream.receive(max_tensor_bytes=session.max_transfer_bytes)
-                if not isinstance(message, Pages | Step | Sync):
+                if not isinstance(message, Pages | QuantizedPages | Step | Sync):
                     raise ProtocolError("unexpected", f"{_message_name(message)} in a transfer")
                 try:
                     held = await session.accept_transfer(message, payload)

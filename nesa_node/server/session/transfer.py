@@ -1,7 +1,10 @@
 """Hand-over of a session to another node: the cache, and the outputs kept for replay.
 
 The donor sends what its successor lacks as often as it is asked: once in bulk while the session
-continues, and the small rest when it moves. L tokens of one row, H heads, D head size.
+continues, and the small rest when it moves. Between two caches in int8 that is what they hold; else
+values in the blocks' dtype, which a cache in int8 quantizes. A cache in int8 gives nothing to
+another one, whose node would answer for rounded values as if they were its own: that is replayed
+to. L tokens of one row, H heads, D head size, B bytes.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from nesa_node.swarm.protocol.messages import (
     Downstream,
     ErrorMessage,
     Pages,
+    QuantizedPages,
     RowSlice,
     Step,
     Sync,
     Synced,
+    TransferOpened,
 )
 from nesa_node.swarm.protocol.replay_buffer import ReplaySlice, SentStep
 from nesa_node.swarm.protocol.stream import Stream, peer_timeout
@@ -45,9 +50,14 @@ speculation nearly so, by a few tokens."""
 class TransferSender:
     """The donor's side of one hand-over. Only one task at a time may `sync`."""
 
-    def __init__(self, stream: Stream, state: SessionState, executor: Executor) -> None:
+    def __init__(
+        self, stream: Stream, state: SessionState, executor: Executor, to: TransferOpened
+    ) -> None:
+        """`to` says what the successor's cache holds."""
         self.stream = stream
         self._state = state
+        self._has_codes = state.blocks.cache_dtype == "int8"
+        self._is_possible = not self._has_codes or to.cache_dtype == "int8"
         self._executor = executor
         self._sent = [0] * len(state.tables)
         self._outputs_sent = [0] * len(state.tables)
@@ -69,7 +79,8 @@ class TransferSender:
         """
         try:
             async with peer_timeout(self.stream.peer, TRANSFER_TIMEOUT_S, "taking over a session"):
-                await self._send_all()
+                if self._is_possible:
+                    await self._send_all()
                 return await self._sync_lengths(tuple(self._sent))
         except NesaError as error:
             raise ProtocolError("downstream_lost", str(error)) from error
@@ -115,14 +126,25 @@ class TransferSender:
             if self._truncations != truncations:
                 # Another session may have owned these pages while they were read.
                 return
-            meta, payload = tensors.encode(tokens)
+            pages, payload = self._make_pages(row, start, tokens)
             self._sent[row] = end  # set before the send: a truncation meanwhile lowers it
-            await self.stream.send(Pages(row=row, position=start, tensor=meta), payload)
+            await self.stream.send(pages, payload)
+
+    def _make_pages(
+        self, row: int, start: int, tokens: Tensor
+    ) -> tuple[Pages | QuantizedPages, memoryview]:
+        if self._has_codes:
+            count, nbytes = len(tokens), tokens.nbytes
+            pages = QuantizedPages(row=row, position=start, count=count, nbytes=nbytes)
+            return pages, tokens.numpy().data
+        meta, payload = tensors.encode(tokens)
+        return Pages(row=row, position=start, tensor=meta), payload
 
     def _export(self, table: PageTable, start: int, end: int) -> Tensor:
         # Slots are looked up on the device's thread: an earlier iteration may have replaced a page.
-        slots = table.slots(start, end)
-        return table.pool.export_tokens(slots, self._state.blocks.span)
+        slots, pool = table.slots(start, end), table.pool
+        export = pool.export_bytes if self._has_codes else pool.export_tokens
+        return export(slots, self._state.blocks.span)
 
     async def _send_output(self, held: ReplaySlice, truncations: int) -> None:
         kept = await held.materialize()
@@ -155,23 +177,52 @@ class TransferReceiver:
         """Range of tokens per row for which outputs arrived. The donor kept none for tokens of its
         prefix."""
 
-    async def receive(self, message: Pages | Step | Sync, payload: bytearray) -> None:
+    async def receive(
+        self, message: Pages | QuantizedPages | Step | Sync, payload: bytearray
+    ) -> None:
         """Apply one message. Raises `ProtocolError` for what does not fit the session."""
         match message:
-            case Pages():
+            case Pages() | QuantizedPages():
                 await self._receive_pages(message, payload)
             case Step():
                 await self._receive_output(message, payload)
             case Sync():
                 self._truncate(message.lengths)
 
-    async def _receive_pages(self, pages: Pages, payload: bytearray) -> None:
+    async def _receive_pages(self, pages: Pages | QuantizedPages, payload: bytearray) -> None:
         """Append pages to a row."""
         if pages.row >= len(self._state.tables):
             raise ProtocolError("bad_rows", f"row {pages.row} does not exist")
-        table, blocks = self._state.tables[pages.row], self._state.blocks
+        table = self._state.tables[pages.row]
+        write: Callable[[slice | Tensor], None]
+        if isinstance(pages, QuantizedPages):
+            count, write = self._check_codes(pages), partial(self._import_codes, pages, payload)
+        else:
+            count, write = self._check_values(pages), partial(self._import_values, pages, payload)
+        end = pages.position + count
+        if pages.position != table.length or end > self._max_tokens:
+            raise ProtocolError("bad_position", f"row {pages.row} continues at {table.length}")
+        table.reserve(end)
+        await self._executor.run(partial(write, table.slots(table.length, end)))
+        table.length = end
+
+    def _check_codes(self, pages: QuantizedPages) -> int:
+        """The number of tokens. Raises `ProtocolError("bad_tensor")`."""
+        pool, span = self._state.tables[pages.row].pool, self._state.blocks.span
+        if pool.cache_dtype != "int8":
+            raise ProtocolError("bad_tensor", "this node's cache is not in int8")
+        needed = pages.count * pool.slot_bytes(span)
+        if pages.nbytes != needed:
+            raise ProtocolError(
+                "bad_tensor", f"{pages.count} tokens take {needed} bytes, got {pages.nbytes}"
+            )
+        return pages.count
+
+    def _check_values(self, pages: Pages) -> int:
+        """The number of tokens. Raises `ProtocolError("bad_tensor")`."""
+        blocks = self._state.blocks
         count = (*pages.tensor.shape, 0, 0)[1]
-        shape = table.pool.export_shape(count, blocks.span)
+        shape = self._state.tables[pages.row].pool.export_shape(count, blocks.span)
         dtype = tensors.DTYPE_NAMES[blocks.dtype]
         found = (pages.tensor.dtype, pages.tensor.shape, pages.tensor.codec)
         # An empty message would still take a turn of the device's thread.
@@ -181,14 +232,7 @@ class TransferReceiver:
                 f"expected {dtype}{list(shape)}, got {pages.tensor.dtype}"
                 f"{list(pages.tensor.shape)} as {pages.tensor.codec[:32]!r}",
             )
-        end = pages.position + shape[1]
-        if pages.position != table.length or end > self._max_tokens:
-            raise ProtocolError("bad_position", f"row {pages.row} continues at {table.length}")
-        table.reserve(end)
-        await self._executor.run(
-            partial(self._import_pages, pages, payload, table.slots(table.length, end))
-        )
-        table.length = end
+        return count
 
     async def _receive_output(self, step: Step, payload: bytearray) -> None:
         """Store an output that the donor kept, for a receiver that lacks it."""
@@ -235,9 +279,15 @@ class TransferReceiver:
         ]
         self._state.truncate(lengths)
 
-    def _import_pages(self, pages: Pages, payload: bytearray, slots: slice | torch.Tensor) -> None:
+    def _import_values(self, pages: Pages, payload: bytearray, slots: slice | Tensor) -> None:
         tokens = tensors.decode(pages.tensor, payload, max_bytes=pages.tensor.max_nbytes)
         self._state.tables[pages.row].pool.import_tokens(slots, self._state.blocks.span, tokens)
+
+    def _import_codes(
+        self, pages: QuantizedPages, payload: bytearray, slots: slice | Tensor
+    ) -> None:
+        codes_LB = torch.frombuffer(payload, dtype=torch.uint8).view(pages.count, -1)
+        self._state.tables[pages.row].pool.import_bytes(slots, self._state.blocks.span, codes_LB)
 
 
 class SessionDonor:
@@ -245,7 +295,7 @@ class SessionDonor:
 
     def __init__(
         self,
-        dial: Callable[[Downstream], Awaitable[Stream]],
+        dial: Callable[[Downstream], Awaitable[tuple[Stream, TransferOpened]]],
         state: SessionState,
         executor: Executor,
     ) -> None:
@@ -268,9 +318,9 @@ class SessionDonor:
         try:
             if self._transfer is None or successor != self._successor:
                 await self.close()
-                stream = await self._dial(successor)
+                stream, opened = await self._dial(successor)
                 self._successor = successor
-                self._transfer = TransferSender(stream, self._state, self._executor)
+                self._transfer = TransferSender(stream, self._state, self._executor, opened)
             return await self._transfer.sync()
         except ProtocolError:
             await self.close()

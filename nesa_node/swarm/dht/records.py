@@ -87,6 +87,8 @@ class NodeStatus(BaseModel):
     span: Pair
     dtype: str = Field(pattern=r"^[a-z0-9_]{1,24}$")
     quantization: str = Field(default="none", pattern=r"^[a-z0-9_]{1,24}$")
+    cache_dtype: str = Field(default="auto", pattern=r"^[a-z0-9_]{1,24}$")
+    """What the KV cache holds: "auto", values as they are computed, or "int8"."""
     protocol_version: Annotated[
         tuple[Annotated[int, Field(ge=0, le=999)], Annotated[int, Field(ge=0, le=999)]],
         max_items(2),

@@ -57,6 +57,7 @@ from nesa_node.swarm.protocol.messages import (
     Probe,
     PushOpen,
     PushOpened,
+    QuantizedPages,
     Received,
     Reorder,
     Reordered,
@@ -128,8 +129,8 @@ from nesa_node.swarm.protocol.training_messages import (
 AnyMessage = (
     Open | Opened | Busy | Link | Linked | PushOpen | PushOpened | Step | Output | Rollback
     | RolledBack | Ping | Pong | Leaving | Cancel | Close | Closed | ErrorMessage | HandOver
-    | HandedOver | TransferOpen | TransferOpened | Pages | Sync | Synced | Reorder
-    | Reordered | Probe | Received
+    | HandedOver | TransferOpen | TransferOpened | Pages | QuantizedPages | Sync | Synced
+    | Reorder | Reordered | Probe | Received
     | SealRequest | Seal | Disclose | Disclosed
     | OpeningOffer | OpeningWanted | Opening | OpeningTaken
     | TrainOpen | TrainOpened | TrainBegin | TrainBegan | TrainForward | TrainOutput
@@ -197,7 +198,7 @@ def payload_nbytes(message: Message, *, max_bytes: int) -> int:
     """
     if isinstance(message, GraphRun | GraphValues | GraphOutput):
         return payload_bytes(message.values, max_bytes=max_bytes)
-    if isinstance(message, PrivateMessage | ShardPart):
+    if isinstance(message, PrivateMessage | ShardPart | QuantizedPages):
         if message.nbytes > max_bytes:
             raise ProtocolError(
                 "bad_tensor", f"{message.nbytes} bytes; at most {max_bytes} are taken"

@@ -8,9 +8,10 @@ import msgspec
 from msgspec import Meta
 
 from nesa_node.compression.tensors import TensorMeta
+from nesa_node.core.settings.choices import CacheDtype
 
 PROTOCOL = "/nesa/session"
-VERSION = (1, 10)
+VERSION = (1, 11)
 EARLY_STEPS_SINCE = (1, 10)
 """Version since which a node waits with a pushed step whose epoch the client has not begun there: a
 client that rolls back needs no answer before it goes on."""
@@ -21,6 +22,8 @@ MAX_EPOCH = 1 << 48
 MAX_CODECS = 64
 MAX_PREFIX_DIGESTS = 2048
 """Digests of all rows in one message; more would exceed the limit of its header."""
+INT8_CACHE = "+kv-int8"
+"""What `Computation.quantization` ends with if the KV cache is in 8 bits."""
 PREFIX_TOKENS = 32
 """Tokens per digest: a row's digests cover its first 32 tokens, its first 64, and so on."""
 
@@ -38,6 +41,7 @@ Want = Literal["all", "last", "none"]
 Priority = Literal["interactive", "batch", "training"]
 CodecName = Annotated[str, Meta(min_length=1, max_length=32, pattern="^[!-~]+$")]
 AdapterName = Annotated[bytes, Meta(max_length=32)]
+CacheName = Annotated[str, Meta(min_length=1, max_length=16, pattern="^[!-~]+$")]
 Codecs = Annotated[tuple[CodecName, ...], Meta(max_length=MAX_CODECS)]
 
 
@@ -93,8 +97,20 @@ class Computation(msgspec.Struct, frozen=True):
 
     dtype: Literal["float32", "bfloat16", "float16"]
     quantization: Annotated[str, Meta(max_length=16, pattern="^[!-~]+$")]
+    """Of weights, and `INT8_CACHE` behind it where the KV cache is in 8 bits: bounds of honest
+    errors, and auditors of protocol 1.10 or older, tell kinds apart by this text.
+    """
     backend: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[ -~]+$")]
     """`cpu`, or the name of a GPU."""
+
+    @property
+    def weights(self) -> str:
+        """The quantization of weights alone."""
+        return self.quantization.removesuffix(INT8_CACHE)
+
+    @property
+    def cache_dtype(self) -> CacheDtype:
+        return "int8" if self.quantization.endswith(INT8_CACHE) else "auto"
 
 
 class Opened(Message, frozen=True, tag="opened"):
@@ -201,7 +217,10 @@ class TransferOpen(Message, frozen=True, tag="transfer_open"):
 
 
 class TransferOpened(Message, frozen=True, tag="transfer_opened"):
-    pass
+    """Successor to donor: send."""
+
+    cache_dtype: CacheName = "auto"
+    """What the successor's cache holds. A node of protocol 1.10 or older has no other."""
 
 
 class Pages(Message, frozen=True, tag="pages"):
@@ -210,6 +229,19 @@ class Pages(Message, frozen=True, tag="pages"):
     row: Annotated[int, Meta(ge=0, lt=MAX_ROWS)]
     position: Count
     tensor: TensorMeta
+
+
+class QuantizedPages(Message, frozen=True, tag="quantized_pages"):
+    """Keys and values of a row's tokens as an int8 cache holds them (`engine/cache/pages.py`,
+    `export_bytes`), to a successor with such a cache.
+    """
+
+    row: Annotated[int, Meta(ge=0, lt=MAX_ROWS)]
+    position: Count
+    count: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    """Of tokens."""
+    nbytes: Annotated[int, Meta(ge=1, le=MAX_EPOCH)]
+    """Of all of them; they follow."""
 
 
 class Sync(Message, frozen=True, tag="sync"):

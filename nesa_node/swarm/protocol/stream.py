@@ -35,7 +35,15 @@ from nesa_node.swarm.protocol.any_message import (
     tensor_of,
 )
 from nesa_node.swarm.protocol.graph_messages import GraphRun, GraphValues
-from nesa_node.swarm.protocol.messages import Link, Message, Received, Reorder, Rollback, Sync
+from nesa_node.swarm.protocol.messages import (
+    Link,
+    Message,
+    QuantizedPages,
+    Received,
+    Reorder,
+    Rollback,
+    Sync,
+)
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_CHUNK_BYTES = 1 << 20
@@ -293,7 +301,9 @@ class MessageBudget:
         if isinstance(message, Link | Reorder | Rollback | Sync):
             rows = message.sources if isinstance(message, Reorder) else message.lengths
             price_s = _CHANGE_PRICE_S * max(math.ceil(len(rows) / _ROWS_PER_CHANGE_PRICE), 1)
-        elif not is_refused and (isinstance(message, Received) or tensor is not None):
+        elif not is_refused and (
+            isinstance(message, Received | QuantizedPages) or tensor is not None
+        ):
             price_s = _TOKEN_PRICE_S
         if tensor is not None and tensor.codec != RAW.text:
             price_s += tensor.decoded_nbytes * _DECODE_PRICE_S_PER_BYTE

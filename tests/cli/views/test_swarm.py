@@ -93,3 +93,9 @@ def test_watch_needs_no_number_but_a_sensible_one(capsys: pytest.CaptureFixture[
     peer = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
     assert run_command(["status", "--watch", "0.01", "--initial-peers", peer]) == 2
     assert "--watch 0.01" in capsys.readouterr().err
+
+
+def test_a_cache_in_8_bits_is_shown_with_the_weights() -> None:
+    records = [record("a", (0, 4)), record("b", (4, 8), cache_dtype="int8")]
+    lines = shown(records, [], 160)
+    assert sum("float32, cache int8" in line for line in lines) == 1

@@ -90,6 +90,20 @@ async def test_next_chain_avoids_who_is_reported_to_have_failed_if_there_is_anot
     assert await planned("nf4", one, blames={"one": 3.0}) == ["one"]
 
 
+async def test_caches_in_8_bits_count_as_weights_in_8_bits() -> None:
+    fast = replace(
+        node("small cache", Span(0, 4), "none"), cache_dtype="int8", decode_tokens_per_s=1000.0
+    )
+    later = replace(fast, peer_id=PeerId("of a later version"), cache_dtype="int4")
+    full = node("full", Span(0, 4), "none")
+    assert await planned("nf4", fast, full) == ["small cache"]
+    assert await planned("int8", fast, full) == ["small cache"]
+    assert await planned("full", fast, full) == ["full"]
+    assert await planned("nf4", later, full) == ["full"]
+    with pytest.raises(RefusedError, match=r"none with a cache in int8, and full was asked for"):
+        await planned("full", fast)
+
+
 def _nodes_of(
     snapshot: Snapshot, blames: Mapping[str, float] | None = None, **fields: Any
 ) -> tuple[NodeSelector, ChainPlanner]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from nesa_node.engine.weights.checkpoint import open_folder
 from nesa_node.swarm.protocol.messages import Computation
 from nesa_node.verification import comparison
 from nesa_node.verification.comparison import ComputationKind, Measure, Threshold, compare_rows
+from tests.engine.chained import Chain, distance, forward, new_row
 from tests.engine.layouts import rewritten
-from tests.engine.tiny_models import BLOCKS, HIDDEN, reference
+from tests.engine.tiny_models import BLOCKS, HIDDEN, reference, save_tiny_model
 
 TOKENS = 60
 TIED_BLOCK = 2
@@ -172,3 +174,19 @@ def test_a_row_without_a_judged_token_is_left_out_and_nothing_is_not_audited() -
     assert [[len(row_LD) for row_LD in rows] for rows in found.judged(found.outputs)] == [[2]]
     with pytest.raises(NotAuditedError, match="undecided"):
         Recomputation([values_LD], [all_of_them]).judged([values_LD])
+
+
+def test_a_cache_in_8_bits_is_computed_again_as_one_and_judged_by_no_bounds(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path)
+    _, inputs_LD = embedded(folder, 0)
+    work = work_on(folder, inputs_LD)
+    small = replace(work, computation=Computation("float32", "none+kv-int8", "cpu"))
+    outputs_LD = recompute(open_folder(folder), small).outputs[0]
+    [blocks] = Chain(folder, spans=[Span(0, BLOCKS)], cache_dtype="int8").blocks
+    expected_LD = forward(blocks, inputs_LD, new_row(blocks))
+    assert distance(outputs_LD, expected_LD) <= 1e-4
+    assert distance(outputs_LD, work.rows[0].outputs_PD) > 1e-3
+    assert audit(folder, small) == ("uncalibrated", 0)
+    later = replace(work, computation=Computation("float32", "none+kv-int4", "cpu"))
+    with pytest.raises(NotAuditedError, match=r"none\+kv-int4"):
+        recompute(open_folder(folder), later)

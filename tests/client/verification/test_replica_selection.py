@@ -16,12 +16,14 @@ from nesa_node.topology.snapshot import NodeState
 WHOLE = Span(0, 6)
 
 
-def node(name: str, start: int, end: int, dtype: str = "float32") -> NodeState:
-    return NodeState(PeerId(name), Span(start, end), dtype)
+def node(
+    name: str, start: int, end: int, dtype: str = "float32", cache_dtype: str = "auto"
+) -> NodeState:
+    return NodeState(PeerId(name), Span(start, end), dtype, cache_dtype=cache_dtype)
 
 
 def most_of_a_kind(nodes: list[NodeState], part: Span) -> int:
-    kinds = [(each.dtype, each.quantization) for each in nodes if each.span.covers(part)]
+    kinds = [(each.dtype, each.cache_dtype) for each in nodes if each.span.covers(part)]
     return max((kinds.count(kind) for kind in kinds), default=0)
 
 
@@ -31,8 +33,8 @@ def test_parts_are_as_few_as_possible(seed: int) -> None:
     nodes = []
     for number in range(rng.randint(3, 14)):
         start = rng.randint(0, 5)
-        kind = rng.choice(["float32", "bfloat16"])
-        nodes.append(node(f"node-{number}", start, rng.randint(start + 1, 6), dtype=kind))
+        kind = rng.choice([("float32", "auto"), ("float32", "int8"), ("bfloat16", "auto")])
+        nodes.append(node(f"node-{number}", start, rng.randint(start + 1, 6), *kind))
     fewest = None
     for size in range(6):
         for cuts in combinations(range(1, 6), size):

@@ -45,7 +45,7 @@ def write(table: PageTable, tokens: int, value: float) -> None:
     """Append `tokens` tokens, all of one value."""
     table.reserve(table.length + tokens)
     where = table.slots(table.length, table.length + tokens)
-    for layer in (*table.pool.keys_SHD, *table.pool.values_SHD):
+    for layer in table.pool.tensors:
         layer[where] = value
     table.length += tokens
 

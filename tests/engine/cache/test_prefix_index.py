@@ -190,7 +190,7 @@ def append(table: PageTable, values: Sequence[float]) -> None:
     table.reserve(table.length + len(values))
     for value in values:
         where = table.slots(table.length, table.length + 1)
-        for layer in (*table.pool.keys_SHD, *table.pool.values_SHD):
+        for layer in table.pool.tensors:
             layer[where] = value
         table.length += 1
 

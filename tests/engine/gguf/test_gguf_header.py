@@ -307,4 +307,4 @@ def test_a_file_that_became_shorter_is_corrupt(small: Path, tmp_path: Path) -> N
     checkpoint = open_gguf(path, tmp_path / "cache")
     path.write_bytes(small.read_bytes()[:20_000])
     with pytest.raises(CorruptCheckpointError, match="ended early"):
-        checkpoint.read(max(checkpoint.stored, key=lambda name: checkpoint.tensors[name].offset))
+        checkpoint.read(max(checkpoint.tensors, key=lambda name: checkpoint.stored[name].offset))

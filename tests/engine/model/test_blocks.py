@@ -57,7 +57,7 @@ def test_a_span_holds_its_own_weights_only(blocks: ModelBlocks, models_dir: Path
 def test_a_cache_takes_what_is_announced(family: str, models_dir: Path) -> None:
     blocks = load(family, models_dir, Span(2, 5))
     pool = blocks.new_pool(PAGE_TOKENS)
-    taken = sum(tensor.nbytes for tensor in (*pool.keys_SHD, *pool.values_SHD))
+    taken = sum(tensor.nbytes for tensor in pool.tensors)
     assert taken == PAGE_TOKENS * blocks.cache_bytes_per_token
     config = reference(save_tiny_model(family, models_dir)).config
     heads = getattr(config, "num_kv_heads", None) or getattr(config, "num_key_value_heads", None)

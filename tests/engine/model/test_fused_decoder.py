@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from nesa_node.core.ids import Span
+from nesa_node.core.settings.choices import CacheDtype
+from nesa_node.engine.cache.cache_side import dequantize_heads, quantize_heads
 from nesa_node.engine.cache.pages import PageTable
 from nesa_node.engine.kernels.linear import DTYPE_NAMES
 from nesa_node.engine.kernels.machine_code import NativeFunction, compile_functions, load_functions
@@ -129,7 +131,7 @@ def test_rotation(machine: Machine, dim: int) -> None:
     expected = turned * cosines[positions].unsqueeze(1)
     expected += turned.roll(dim // 2, -1) * sines[positions].unsqueeze(1)
     values = qkv[:, queries + heads :].clone()
-    rotate = compile_("rotate", DTYPE_NAMES[dtype], dim)
+    rotate = compile_("rotate", DTYPE_NAMES[dtype], dim, "auto")
     numbers = addresses(qkv, cosines, sines, *cache, positions, places)
     rotate(*numbers, tokens, queries, heads)
     assert distance(qkv[:, :queries].double(), expected[:, :queries].double()) <= WITHIN[dtype]
@@ -148,16 +150,24 @@ def attention(dtype: torch.dtype, dim: int, group: int, heads: int = 2) -> Atten
     return qkv, keys, values, [0, 20, 393], [1, 300, 7]
 
 
-def attend(function: NativeFunction, case: Attention, group: int, *, threads: int = 1) -> Tensor:
+def attend(
+    function: NativeFunction,
+    case: Attention,
+    group: int,
+    *,
+    threads: int = 1,
+    scales: tuple[Tensor, ...] = (),
+) -> Tensor:
     qkv, keys, values, firsts, counts = case
     tokens, heads, dim = len(qkv), keys.shape[1], keys.shape[2]
-    out_TQE = torch.empty(tokens, heads * group, dim, dtype=keys.dtype)
+    out_TQE = torch.empty(tokens, heads * group, dim, dtype=qkv.dtype)
     room = -(-max(counts) // MAX_VECTOR_FLOATS) * MAX_VECTOR_FLOATS
     scratch = torch.full((threads, group, room), torch.nan)
     numbers = [torch.tensor(each) for each in ([*reversed(range(tokens))], firsts, counts)]
     turned = qkv.flip(0)
     tensors = addresses(turned, keys, values, out_TQE, *numbers, scratch)
-    function(*tensors, tokens, heads, room, float_as_field(dim**-0.5), threads=threads)
+    fields = tokens, heads, room, float_as_field(dim**-0.5), *addresses(*scales)
+    function(*tensors, *fields, threads=threads)
     return out_TQE.flip(0)
 
 
@@ -177,7 +187,7 @@ def reference(case: Attention, group: int) -> Tensor:
 def test_attention(machine: Machine, dim: int, group: int) -> None:
     compile_, dtype = machine
     case = attention(dtype, dim, group)
-    output = attend(compile_("attend", DTYPE_NAMES[dtype], dim, group), case, group)
+    output = attend(compile_("attend", DTYPE_NAMES[dtype], dim, group, "auto"), case, group)
     assert distance(output.double(), reference(case, group)) <= WITHIN[dtype]
 
 
@@ -185,12 +195,12 @@ def test_attention_to_what_stands_out(dtype: torch.dtype) -> None:
     """Scores of thousands, as attention sinks have: no exponent overflows."""
     case = attention(dtype, 64, 2)
     case[1].mul_(300)
-    output = attend(here("attend", DTYPE_NAMES[dtype], 64, 2), case, 2)
+    output = attend(here("attend", DTYPE_NAMES[dtype], 64, 2, "auto"), case, 2)
     assert distance(output.double(), reference(case, 2)) <= 4 * WITHIN[dtype]
 
 
 def test_threads_change_no_bit_of_attention(dtype: torch.dtype) -> None:
-    case, function = attention(dtype, 64, 2), here("attend", DTYPE_NAMES[dtype], 64, 2)
+    case, function = attention(dtype, 64, 2), here("attend", DTYPE_NAMES[dtype], 64, 2, "auto")
     alone = attend(function, case, 2)
     for threads in (2, 3, 16):
         assert torch.equal(attend(function, case, 2, threads=threads), alone)
@@ -199,7 +209,7 @@ def test_threads_change_no_bit_of_attention(dtype: torch.dtype) -> None:
 def test_one_rows_numbers_do_not_reach_another() -> None:
     """Nor does what lies in the cache beside what a token sees."""
     qkv, keys, values, firsts, counts = attention(torch.float32, 64, 2)
-    function = here("attend", "float32", 64, 2)
+    function = here("attend", "float32", 64, 2, "auto")
     expected = attend(function, (qkv, keys, values, firsts, counts), 2)
     for side in (keys, values):
         side[1:20] = side[320:393] = torch.nan
@@ -209,9 +219,11 @@ def test_one_rows_numbers_do_not_reach_another() -> None:
     assert torch.equal(output[1:], expected[1:])
 
 
-def load(family: str, models_dir: Path, dtype: torch.dtype) -> ModelBlocks:
+def load(
+    family: str, models_dir: Path, dtype: torch.dtype, cache_dtype: CacheDtype = "auto"
+) -> ModelBlocks:
     checkpoint = open_local(save_tiny_model(family, models_dir))
-    return load_blocks(checkpoint, Span(1, 4), dtype=dtype, device="cpu")
+    return load_blocks(checkpoint, Span(1, 4), dtype=dtype, device="cpu", cache_dtype=cache_dtype)
 
 
 def without(blocks: ModelBlocks) -> None:
@@ -358,7 +370,7 @@ def test_layers_that_differ_have_none(models_dir: Path) -> None:
     layers = load("llama", models_dir, torch.float32)._decoder.layers
     layers[1].act_fn = torch.nn.GELU()
     with pytest.raises(ValueError, match="have none"):
-        CompiledDecoder(layers)
+        CompiledDecoder(layers, "auto")
 
 
 def test_nothing_beyond_the_tensors_is_read_or_written(dtype: torch.dtype) -> None:
@@ -376,9 +388,9 @@ def test_nothing_beyond_the_tensors_is_read_or_written(dtype: torch.dtype) -> No
     tables = [random(9, dim), random(9, dim)]
     places = [guarded(torch.tensor(each)) for each in ([0, 8, 4], [0, slots - 1, 5])]
     tensors = addresses(qkv, *tables, *cache, *places)
-    here("rotate", name, dim)(*tensors, tokens, group * heads, heads)
+    here("rotate", name, dim, "auto")(*tensors, tokens, group * heads, heads)
     numbers = [guarded(torch.tensor(each)) for each in ([0, 1, 2], [0, 1, 1000], [1001, 1000, 1])]
-    attention = here("attend", name, dim, group)
+    attention = here("attend", name, dim, group, "auto")
     for threads in (1, 2, 5):
         scratch = guarded(torch.empty(threads, group, 1008))
         out_TQE = random(tokens, heads * group, dim)
@@ -400,3 +412,118 @@ def test_few_tokens_run_in_it(models_dir: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Used):
         forward(blocks, hidden_TD[:COMPILED_MAX_TOKENS], row)
     forward(blocks, hidden_TD, row)
+
+
+def quantized(side_SHD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales, and the values that they stand for, in float32."""
+    codes, scales = quantize_heads(side_SHD)
+    return codes, scales, dequantize_heads(codes, scales, torch.float32)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_rotation_stores_codes_and_scales_as_torch_does(machine: Machine, dim: int) -> None:
+    """To the bit: pages that a prompt wrote go on with those of decode steps."""
+    compile_, dtype = machine
+    tokens, queries, heads, slots = 4, 6, 2, 10
+    qkv = torch.randn(tokens, queries + 2 * heads, dim).to(dtype)
+    qkv[1, -1] = 0
+    qkv[2, -1] = 1e-36
+    qkv[3, -1, 3] *= 1000
+    cosines, sines = (torch.randn(20, dim).to(dtype) for _ in range(2))
+    positions, places = torch.tensor([3, 7, 19, 0]), torch.tensor([1, 9, 4, 7])
+    plain = [torch.zeros(slots, heads, dim, dtype=dtype) for _ in range(2)]
+    codes = [torch.full((slots, heads, dim), 99, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.full((slots, heads), 99, dtype=torch.bfloat16) for _ in range(2)]
+    for kind, sides, more in (("auto", plain, []), ("int8", codes, scales)):
+        rotate = compile_("rotate", DTYPE_NAMES[dtype], dim, kind)
+        given = qkv.clone()
+        numbers = addresses(given, cosines, sines, *sides, positions, places)
+        rotate(*numbers, tokens, queries, heads, *addresses(*more))
+    for stored, its_codes, its_scales in zip(plain, codes, scales, strict=True):
+        expected_codes, expected_scales = quantize_heads(stored[places])
+        assert torch.equal(its_scales[places], expected_scales)
+        assert torch.equal(its_codes[places], expected_codes)
+        others = torch.tensor([0, 2, 3, 5, 6, 8])
+        assert (its_codes[others] == 99).all()
+        assert (its_scales[others] == 99).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_key_that_is_not_finite_has_no_finite_scale(dtype: torch.dtype, value: float) -> None:
+    qkv, tables = torch.ones(1, 3, 32, dtype=dtype), [torch.ones(4, 32, dtype=dtype)] * 2
+    qkv[0, 2, 7] = value
+    codes, scales = torch.zeros(2, 1, 32, dtype=torch.int8), torch.ones(2, 1, dtype=torch.bfloat16)
+    others = codes.clone(), scales.clone()
+    where = torch.tensor([1])
+    rotate = here("rotate", DTYPE_NAMES[dtype], 32, "int8")
+    numbers = addresses(qkv, *tables, others[0], codes, where, where)
+    rotate(*numbers, 1, 1, 1, *addresses(others[1], scales))
+    assert not scales[1].isfinite().any()
+    assert others[1].isfinite().all()
+
+
+@pytest.mark.parametrize(("dim", "group"), [(32, 1), (64, 2), (64, 3), (128, 8)])
+def test_attention_over_codes(machine: Machine, dim: int, group: int) -> None:
+    compile_, dtype = machine
+    qkv, keys, values, firsts, counts = attention(dtype, dim, group)
+    (k_codes, k_scales, k), (v_codes, v_scales, v) = quantized(keys), quantized(values)
+    function = compile_("attend", DTYPE_NAMES[dtype], dim, group, "int8")
+    case = (qkv, k_codes, v_codes, firsts, counts)
+    output = attend(function, case, group, scales=(k_scales, v_scales))
+    expected = reference((qkv, k, v, firsts, counts), group)
+    assert distance(output.double(), expected) <= WITHIN[dtype]
+
+
+def test_threads_change_no_bit_of_attention_over_codes(dtype: torch.dtype) -> None:
+    qkv, keys, values, firsts, counts = attention(dtype, 64, 2)
+    (k_codes, k_scales, _), (v_codes, v_scales, _) = quantized(keys), quantized(values)
+    case, scales = (qkv, k_codes, v_codes, firsts, counts), (k_scales, v_scales)
+    function = here("attend", DTYPE_NAMES[dtype], 64, 2, "int8")
+    alone = attend(function, case, 2, scales=scales)
+    for threads in (2, 3, 16):
+        assert torch.equal(attend(function, case, 2, threads=threads, scales=scales), alone)
+
+
+def test_nothing_beyond_codes_and_scales_is_read_or_written(dtype: torch.dtype) -> None:
+    tokens, heads, group, dim, slots = 3, 2, 3, 32, 1001
+    name = DTYPE_NAMES[dtype]
+    qkv = guarded(torch.randn(tokens, heads * (group + 2), dim).to(dtype))
+    cache = [guarded(torch.zeros(slots, heads, dim, dtype=torch.int8)) for _ in range(2)]
+    scales = [guarded(torch.ones(slots, heads, dtype=torch.bfloat16)) for _ in range(2)]
+    tables = [guarded(torch.randn(9, dim).to(dtype)) for _ in range(2)]
+    places = [guarded(torch.tensor(each)) for each in ([0, 8, 4], [0, slots - 1, 5])]
+    tensors = addresses(qkv, *tables, *cache, *places)
+    rotate = here("rotate", name, dim, "int8")
+    rotate(*tensors, tokens, group * heads, heads, *addresses(*scales))
+    numbers = [guarded(torch.tensor(each)) for each in ([0, 1, 2], [0, 1, 1000], [1001, 1000, 1])]
+    attention = here("attend", name, dim, group, "int8")
+    for threads in (1, 2, 5):
+        scratch = guarded(torch.empty(threads, group, 1008))
+        out_TQE = guarded(torch.randn(tokens, heads * group, dim).to(dtype))
+        tensors = addresses(qkv, *cache, out_TQE, *numbers, scratch)
+        fields = tokens, heads, 1008, float_as_field(dim**-0.5), *addresses(*scales)
+        attention(*tensors, *fields, threads=threads)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_biased", "mistral", "qwen3"])
+def test_a_span_with_a_cache_in_8_bits_computes_the_same_as_with_torchs_operations(
+    family: str, models_dir: Path, dtype: torch.dtype
+) -> None:
+    blocks, plain = (load(family, models_dir, dtype, "int8") for _ in range(2))
+    without(plain)
+    rows = [new_row(each) for each in (blocks, plain)]
+    for tokens in (7, 60, 1, 1, COMPILED_MAX_TOKENS, 2):
+        hidden_TD = torch.randn(tokens, blocks.hidden_size).to(dtype)
+        outputs = [
+            forward(each, hidden_TD, row).double()
+            for each, row in zip((blocks, plain), rows, strict=True)
+        ]
+        # A last bit can round a key or value to its next level.
+        assert distance(*outputs) <= (2e-3 if dtype == torch.float32 else 0.05)
+
+
+def test_pages_of_another_kind_do_not_run_in_machine_code(models_dir: Path) -> None:
+    blocks, other = (load("llama", models_dir, torch.float32, kind) for kind in ("int8", "auto"))
+    hidden_TD = torch.randn(9, blocks.hidden_size)
+    row, plain = new_row(other), new_row(other)
+    assert distance(forward(blocks, hidden_TD, row), forward(other, hidden_TD, plain)) <= 1e-5

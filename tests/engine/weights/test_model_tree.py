@@ -137,14 +137,14 @@ def test_caches_of_unequal_blocks_are_handed_over(models_dir: Path) -> None:
     assert len(shapes) > 1
     for blocks in chain.blocks:
         donor, taker = (blocks.new_pool(96) for _ in range(2))
-        for side in (*donor.keys_SHD, *donor.values_SHD):
+        for side in donor.tensors:
             side.normal_()
         tokens = donor.export_tokens(slice(3, 40), blocks.span)
         assert tokens.shape == donor.export_shape(37, blocks.span)
         taker.import_tokens(slice(50, 87), blocks.span, tokens)
         for one, other in zip(
-            (*donor.keys_SHD, *donor.values_SHD),
-            (*taker.keys_SHD, *taker.values_SHD),
+            donor.tensors,
+            taker.tensors,
             strict=True,
         ):
             assert torch.equal(one[3:40], other[50:87])

@@ -137,7 +137,7 @@ def test_two_identities_of_a_stranger_leave_room_for_four_peers_that_keep_little
 
 def test_a_node_keeps_a_reserve_for_newcomers() -> None:
     served: Any = SimpleNamespace(
-        cache_bytes_per_token=2 * 8 * 128 * 2, hidden_size=8192, context_length=32_768
+        full_cache_bytes_per_token=2 * 8 * 128 * 2, hidden_size=8192, context_length=32_768
     )
     limits = make_limits(NodeConfig(model="m"), served, 65_536)
     assert 4 * limits.hidden_reserve_bytes == limits.hidden_bytes
@@ -158,7 +158,7 @@ def test_no_peer_takes_all_of_a_nodes_room_for_hidden_states(
 ) -> None:
     tokens, heads, dim, hidden = 65_536, 8, 128, 8192
     served: Any = SimpleNamespace(
-        cache_bytes_per_token=2 * heads * dim * 2 * blocks,
+        full_cache_bytes_per_token=2 * heads * dim * 2 * blocks,
         hidden_size=hidden,
         context_length=context_length,
     )

@@ -16,10 +16,12 @@ import torch
 from nesa_node.compression import tensors
 from nesa_node.compression.tensors import HiddenStates
 from nesa_node.core.errors import ProtocolError
+from nesa_node.core.ids import Span
 from nesa_node.engine.model.blocks import ModelBlocks
+from nesa_node.engine.model.loading import load_blocks
 from nesa_node.server.scheduler.session_queue import FinishedStep
 from nesa_node.server.session.output_sender import OutputSender
-from nesa_node.server.session.sealing import SessionSealer
+from nesa_node.server.session.sealing import SessionSealer, describe_computation
 from nesa_node.server.session.session_state import SessionState
 from nesa_node.swarm.p2p.identity import Identity
 from nesa_node.swarm.protocol.messages import (
@@ -44,6 +46,8 @@ from nesa_node.swarm.protocol.seal_messages import (
 )
 from nesa_node.verification.evidence import find_contradiction
 from nesa_node.verification.seal_tree import SessionSeals
+from tests.engine.chained import open_local
+from tests.engine.tiny_models import save_tiny_model
 from tests.server.bench import Peer, open_node
 
 Parts = list[tuple[int, int, torch.Tensor]]
@@ -89,6 +93,19 @@ async def test_a_seal_is_of_what_came_and_went(blocks: ModelBlocks) -> None:
             == Computation(dtype="float32", quantization="none", backend="cpu")
         )
         await peer.end()
+
+
+def test_a_node_declares_what_its_cache_holds(models_dir: Path) -> None:
+    """Behind the quantization: an older auditor does not know that, and judges nothing."""
+    checkpoint = open_local(save_tiny_model("llama", models_dir))
+    small = load_blocks(
+        checkpoint, Span(1, 3), dtype=torch.float32, device="cpu", cache_dtype="int8"
+    )
+    declared = describe_computation(small, "nf4")
+    assert declared == Computation("float32", "nf4+kv-int8", "cpu")
+    assert (declared.weights, declared.cache_dtype) == ("nf4", "int8")
+    plain = Computation("float32", "none", "cpu")
+    assert (plain.weights, plain.cache_dtype) == ("none", "auto")
 
 
 async def test_lossy_outputs_are_sealed_as_they_are_decoded(blocks: ModelBlocks) -> None:

@@ -3,9 +3,14 @@
 Results are rounded to the dtype where transformers rounds them. T tokens, D hidden, F inner size, Q
 query heads, H key/value heads, G = Q / H, E head size, P positions, S slots of the cache's pool. D,
 F and E / 2 must be multiples of the vector length.
+
+The cache has the dtype, or is "int8": codes and a bfloat16 scale of each head, as
+`engine/cache/cache_side.py` makes them, to the bit.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
 
 from llvmlite import ir
 
@@ -14,6 +19,8 @@ from nesa_node.engine.kernels.native.job_builder import I64, Processor
 from nesa_node.engine.kernels.native.matmul import CACHE_LINE_BYTES
 
 PREFETCH_SLOTS = 16
+SCALE_BYTES = 2
+"""Of a head's scale in an int8 cache, bfloat16."""
 
 
 def add_rms_norm(dtype: str, processor: Processor) -> ir.Module:
@@ -43,11 +50,11 @@ def add_rms_norm(dtype: str, processor: Processor) -> ir.Module:
     return code.finish()
 
 
-def rope_and_store_kv(dtype: str, dim: int, processor: Processor) -> ir.Module:
+def rope_and_store_kv(dtype: str, dim: int, cache: str, processor: Processor) -> ir.Module:
     """Build RoPE: rotate queries in place, and store rotated keys, and values, in the cache.
 
     Fields: qkv [T, Q + 2 H, E], cosines [P, E], signed sines [P, E], keys [S, H, E], values [S, H,
-    E], positions [T], slots [T] (int64); T, Q, H.
+    E], positions [T], slots [T] (int64); T, Q, H; the scales [S, H] of keys and of values (int8).
     """
     code = FunctionBuilder("rotate", dtype, processor)
     at, half = code.ir_builder, dim // 2
@@ -55,7 +62,8 @@ def rope_and_store_kv(dtype: str, dim: int, processor: Processor) -> ir.Module:
     tokens, queries, heads = (code.field(index, I64) for index in range(7, 10))
     all_heads = at.add(queries, at.mul(heads, I64(2)))
 
-    def turn(source: ir.Value, target: ir.Value, position: ir.Value) -> None:
+    def turn(source: ir.Value, position: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
+        """Yield vectors of a rotated head, not rounded, with their places in it."""
         for part in range(0, half, code.vector_floats):
             places = [I64(part), I64(part + half)]
             before = [code.load(source, place) for place in places]
@@ -66,7 +74,7 @@ def rope_and_store_kv(dtype: str, dim: int, processor: Processor) -> ir.Module:
                     code.round_to_dtype(at.fmul(value, cosine)),
                     code.round_to_dtype(at.fmul(other, sine)),
                 )
-                code.store(turned, target, place)
+                yield turned, place
 
     with code.for_each(tokens) as token:
         position = code.load_int64(positions, token)
@@ -76,32 +84,75 @@ def rope_and_store_kv(dtype: str, dim: int, processor: Processor) -> ir.Module:
         def head(index: ir.Value) -> ir.Value:
             return code.address(qkv, at.mul(at.add(first, index), I64(dim)))
 
-        def cached(side: ir.Value, index: ir.Value) -> ir.Value:
-            return code.address(side, at.mul(at.add(slot, index), I64(dim)))
+        def store(vectors: Iterable[tuple[ir.Value, ir.Value]], side: int, index: ir.Value) -> None:
+            cached = at.add(slot, index)
+            if cache == "int8":
+                rounded = [(code.round_to_dtype(value), place) for value, place in vectors]
+                codes = code.address((keys, values)[side], at.mul(cached, I64(dim)), 1)
+                scale = code.address(code.field(10 + side), cached, SCALE_BYTES)
+                _store_quantized(code, rounded, codes, scale)
+                return
+            target = code.address((keys, values)[side], at.mul(cached, I64(dim)))
+            for value, place in vectors:
+                code.store(value, target, place)
 
         with code.for_each(queries) as index:
-            turn(head(index), head(index), position)
+            for value, place in turn(head(index), position):
+                code.store(value, head(index), place)
         with code.for_each(heads) as index:
-            turn(head(at.add(queries, index)), cached(keys, index), position)
+            store(turn(head(at.add(queries, index)), position), 0, index)
             source = head(at.add(at.add(queries, heads), index))
-            for part in range(0, dim, code.vector_floats):
-                value = code.load(source, part)
-                code.store(value, cached(values, index), part)
+            places = [I64(part) for part in range(0, dim, code.vector_floats)]
+            store([(code.load(source, place), place) for place in places], 1, index)
     return code.finish()
 
 
-def paged_attention(dtype: str, dim: int, group: int, processor: Processor) -> ir.Module:
+def _store_quantized(
+    code: FunctionBuilder,
+    vectors: Sequence[tuple[ir.Value, ir.Value]],
+    codes: ir.Value,
+    scale_address: ir.Value,
+) -> None:
+    """Store a head's vectors as codes, and its scale, as `quantize_heads` does."""
+    at, constants = code.ir_builder, code.constants
+    largest, guard = code.zeros, code.zeros
+    for value, _ in vectors:
+        for each in (value, at.fsub(code.zeros, value)):
+            largest = at.select(at.fcmp_ordered(">", each, largest), each, largest)
+        # NaN where a value is not finite, which comparisons do not tell.
+        guard = at.fadd(guard, at.fmul(value, code.zeros))
+    most = at.fadd(code.horizontal_max(largest), code.horizontal_sum(guard))
+    scale = code.store_bfloat16(
+        at.fdiv(most, at.extract_element(constants["largest code"], I64(0))),
+        scale_address,
+        at.extract_element(constants["least scale"], I64(0)),
+    )
+    divisor = code.broadcast(scale)
+    is_zero = at.fcmp_ordered("==", divisor, code.zeros)
+    most_code = constants["largest code"]
+    least_code = at.fsub(code.zeros, most_code)
+    for value, place in vectors:
+        quotient = at.select(is_zero, code.zeros, at.fdiv(value, divisor))
+        quotient = at.select(at.fcmp_ordered("<", quotient, least_code), least_code, quotient)
+        quotient = at.select(at.fcmp_ordered(">", quotient, most_code), most_code, quotient)
+        code.store_int8(quotient, codes, place)
+
+
+def paged_attention(
+    dtype: str, dim: int, group: int, cache: str, processor: Processor
+) -> ir.Module:
     """Build attention of N of the tokens, each over a range of consecutive slots.
 
     Fields: qkv [T, Q + 2 H, E], keys [S, H, E], values [S, H, E], out [T, Q, E]; token indices [N],
     first slots [N], numbers of slots [N] (int64); scratch [threads, G, room] (float32); N, H, room
-    (the largest number of slots, rounded up to the vector length); scale (float32).
+    (the largest number of slots, rounded up to the vector length); scale (float32); the scales [S,
+    H] of keys and of values (int8).
     """
     code = FunctionBuilder("attend", dtype, processor)
     at = code.ir_builder
     which, firsts, counts, scratch = (code.field(index) for index in range(4, 8))
     chosen, heads, room = (code.field(index, I64) for index in range(8, 11))
-    attention = _AttentionBuilder(code, dim, group, heads, room)
+    attention = _AttentionBuilder(code, dim, group, heads, room, is_int8=cache == "int8")
     blocks = at.mul(heads, I64(group // attention.heads_at_once))
     start, end, thread = code.thread_range(at.mul(chosen, blocks))
     scores = code.address(scratch, at.mul(at.mul(thread, I64(group)), room), 4)
@@ -117,9 +168,20 @@ class _AttentionBuilder:
     """Attention of one token for the query heads of a key/value head that fit into registers."""
 
     def __init__(
-        self, code: FunctionBuilder, dim: int, group: int, heads: ir.Value, scratch_stride: ir.Value
+        self,
+        code: FunctionBuilder,
+        dim: int,
+        group: int,
+        heads: ir.Value,
+        scratch_stride: ir.Value,
+        *,
+        is_int8: bool,
     ) -> None:
         self.code, self.dim, self.group = code, dim, group
+        self.is_int8 = is_int8
+        self.cached_bytes = 1 if is_int8 else code.item_bytes
+        self.scales = [code.field(index) for index in (12, 13)]
+        """Of keys and values; meaningless unless in int8."""
         self.heads, self.scratch_stride = heads, scratch_stride
         self.vectors_per_head = dim // code.vector_floats
         at_once = max(code.processor.num_vector_registers // (2 * self.vectors_per_head), 1)
@@ -136,8 +198,15 @@ class _AttentionBuilder:
         queries = at.mul(self.heads, I64(self.group))
         query = at.mul(block, I64(self.heads_at_once))
         head = at.sdiv(query, I64(self.group))
-        base = at.mul(at.add(at.mul(first, self.heads), head), I64(self.dim))
-        keys, values = (code.address(tensor, base) for tensor in (self.keys, self.values))
+        slot = at.add(at.mul(first, self.heads), head)
+        base = at.mul(slot, I64(self.dim))
+        sides = [
+            (
+                code.address(tensor, base, self.cached_bytes),
+                code.address(scales, slot, SCALE_BYTES) if self.is_int8 else None,
+            )
+            for tensor, scales in zip((self.keys, self.values), self.scales, strict=True)
+        ]
         of_query = [
             code.address(scores, at.mul(I64(number), self.scratch_stride), 4)
             for number in range(self.heads_at_once)
@@ -148,12 +217,12 @@ class _AttentionBuilder:
             start = code.address(self.qkv, at.mul(at.add(row, index), I64(self.dim)))
             lanes = [code.load(start, part) for part in range(0, self.dim, code.vector_floats)]
             asked.append([at.fmul(lane, self.scale) for lane in lanes])
-        most = self._build_scores(asked, keys, count, of_query)
+        most = self._build_scores(asked, sides[0], count, of_query)
         # Pad the last vector with -inf: exp of it adds nothing.
         rounded_up = at.and_(at.add(count, I64(code.vector_floats - 1)), I64(-code.vector_floats))
         for place, largest in zip(of_query, most, strict=True):
             self._build_exponentials(place, count, rounded_up, code.broadcast(largest))
-        sums = self._build_weighted_sums(values, count, of_query)
+        sums = self._build_weighted_sums(sides[1], count, of_query)
         row = at.mul(token, queries)
         for index, (whole, lanes) in zip(self._query_indices(query), sums, strict=True):
             divisor = code.broadcast(whole)
@@ -165,33 +234,41 @@ class _AttentionBuilder:
         return [self.code.ir_builder.add(query, I64(n)) for n in range(self.heads_at_once)]
 
     def _load_slot(self, side: ir.Value, slot: ir.Value) -> list[ir.Value]:
-        """Load a head's vector of a slot; prefetch a later one, as hardware cannot."""
+        """Load a head's vector of a slot, or its codes; prefetch a later one: hardware cannot."""
         code, at = self.code, self.code.ir_builder
         start = at.mul(slot, self.stride)
-        later = code.address(side, at.add(start, at.mul(self.stride, I64(PREFETCH_SLOTS))))
-        for line in range(0, self.dim * code.item_bytes, CACHE_LINE_BYTES):
+        ahead = at.add(start, at.mul(self.stride, I64(PREFETCH_SLOTS)))
+        later = code.address(side, ahead, self.cached_bytes)
+        for line in range(0, self.dim * self.cached_bytes, CACHE_LINE_BYTES):
             code.prefetch(later, line)
+        load = code.load_int8 if self.is_int8 else code.load
         return [
-            code.load(side, at.add(start, I64(part)))
-            for part in range(0, self.dim, code.vector_floats)
+            load(side, at.add(start, I64(part))) for part in range(0, self.dim, code.vector_floats)
         ]
+
+    def _scaled(self, value: ir.Value, scales: ir.Value | None, slot: ir.Value) -> ir.Value:
+        """A slot's score, or its weight, times the scale of its codes."""
+        if scales is None:
+            return value
+        at = self.code.ir_builder
+        return at.fmul(value, self.code.load_bfloat16(scales, at.mul(slot, self.heads)))
 
     def _build_scores(
         self,
         scaled_queries: list[list[ir.Value]],
-        keys: ir.Value,
+        keys: tuple[ir.Value, ir.Value | None],
         count: ir.Value,
         scores: list[ir.Value],
     ) -> list[ir.Value]:
         """Store each query's scores of all slots; return the largest of each query."""
         code, at = self.code, self.code.ir_builder
         with code.loop(count, 1, [self.lowest] * self.heads_at_once) as loop:
-            lanes = self._load_slot(keys, loop.index)
+            lanes = self._load_slot(keys[0], loop.index)
             for number, (query, place) in enumerate(zip(scaled_queries, scores, strict=True)):
                 sums = at.fmul(query[0], lanes[0])
                 for mine, lane in zip(query[1:], lanes[1:], strict=True):
                     sums = code.multiply_add(mine, lane, sums)
-                value = code.horizontal_sum(sums)
+                value = self._scaled(code.horizontal_sum(sums), keys[1], loop.index)
                 code.store_float32(value, code.address(place, loop.index, 4))
                 is_larger = at.fcmp_ordered(">", value, loop.values[number])
                 loop.values[number] = at.select(is_larger, value, loop.values[number])
@@ -209,16 +286,19 @@ class _AttentionBuilder:
             code.store_float32(code.exp(shifted), where)
 
     def _build_weighted_sums(
-        self, values: ir.Value, count: ir.Value, weights: list[ir.Value]
+        self,
+        values: tuple[ir.Value, ir.Value | None],
+        count: ir.Value,
+        weights: list[ir.Value],
     ) -> list[tuple[ir.Value, list[ir.Value]]]:
         """For each query, return the sum of its weights, and the weighted sum of the values."""
         code, size = self.code, self.vectors_per_head + 1
         nothing = [FLOAT(0.0), *([code.zeros] * self.vectors_per_head)]
         with code.loop(count, 1, nothing * self.heads_at_once) as loop:
-            lanes = self._load_slot(values, loop.index)
+            lanes = self._load_slot(values[0], loop.index)
             for first, place in zip(range(0, len(loop.values), size), weights, strict=True):
                 weight = code.load_float(place, loop.index)
-                spread = code.broadcast(weight)
+                spread = code.broadcast(self._scaled(weight, values[1], loop.index))
                 loop.values[first] = code.ir_builder.fadd(loop.values[first], weight)
                 for each, lane in enumerate(lanes, first + 1):
                     loop.values[each] = code.multiply_add(spread, lane, loop.values[each])

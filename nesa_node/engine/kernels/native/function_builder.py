@@ -41,6 +41,8 @@ CONSTANTS = {
     "ln(2), above": -0.693359375,
     "ln(2), below": 2.12194440e-4,
     **{f"exp {power}": factor for power, factor in enumerate(_EXP)},
+    "largest code": 127.0,
+    "least scale": 2.0**-100,
 }
 """Constants in float32, in memory order."""
 INT_CONSTANTS = {
@@ -97,6 +99,12 @@ class FunctionBuilder(JobBuilder):
         values = at.load(self.address(base, index, 1), align=1, typ=self._vector_of(BYTE))
         return at.sitofp(at.sext(values, self._vector_of(I32)), self.vector)
 
+    def load_bfloat16(self, base: ir.Value, index: ir.Value) -> ir.Value:
+        """Load one bfloat16 as float32, whatever the dtype."""
+        at = self.ir_builder
+        half = at.load(self.address(base, index, 2), align=2, typ=I16)
+        return at.bitcast(at.shl(at.zext(half, I32), I32(16)), FLOAT)
+
     def load_float(self, base: ir.Value, index: ir.Value) -> ir.Value:
         return self.ir_builder.load(self.address(base, index, 4), align=4, typ=FLOAT)
 
@@ -127,6 +135,24 @@ class FunctionBuilder(JobBuilder):
             value = self._upper_half(self.ir_builder.add(bits, self.constants["rounds up"]))
         self.ir_builder.store(value, address, align=self.item_bytes)
 
+    def store_bfloat16(self, value: ir.Value, address: ir.Value, least: ir.Value) -> ir.Value:
+        """Store one float32 as bfloat16, as zero below `least`; return the stored value."""
+        at = self.ir_builder
+        bits = self._rounded_bits(value)
+        upper = at.and_(bits, I32(INT_CONSTANTS["upper half"]))
+        is_zero = at.fcmp_ordered("<", at.bitcast(upper, FLOAT), least)
+        upper = at.select(is_zero, I32(0), upper)
+        at.store(at.trunc(at.lshr(upper, I32(16)), I16), address, align=2)
+        return at.bitcast(upper, FLOAT)
+
+    def store_int8(self, value: ir.Value, base: ir.Value, index: ir.Value) -> None:
+        """Store a vector, rounded to nearest, ties to even; NaN becomes any number."""
+        at = self.ir_builder
+        name = f"llvm.rint.v{self.vector_floats}f32"
+        whole = at.fptosi(self.call_intrinsic(name, self.vector, value), self._vector_of(I32))
+        address = self.address(base, index, 1)
+        at.store(at.trunc(whole, self._vector_of(BYTE)), address, align=1)
+
     @property
     def zeros(self) -> ir.Value:
         return self._fill(self.vector, 0.0)
@@ -137,6 +163,12 @@ class FunctionBuilder(JobBuilder):
     def horizontal_sum(self, lanes: ir.Value) -> ir.Value:
         name = f"llvm.vector.reduce.fadd.v{self.vector_floats}f32"
         return self.call_intrinsic(name, FLOAT, FLOAT(-0.0), lanes, fastmath=("reassoc",))
+
+    def horizontal_max(self, lanes: ir.Value) -> ir.Value:
+        """Return the largest lane, without those that are NaN."""
+        return self.call_intrinsic(
+            f"llvm.vector.reduce.fmax.v{self.vector_floats}f32", FLOAT, lanes
+        )
 
     def round_to_dtype(self, value: ir.Value) -> ir.Value:
         """Return a vector rounded to the dtype, as float32."""
