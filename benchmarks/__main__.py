@@ -31,6 +31,7 @@ from benchmarks import (
     directory_scale,
     distribution_votes,
     estimate,
+    experts,
     finetuning,
     forecast,
     frozen,
@@ -91,6 +92,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "drafts": drafts,
     "distribution-votes": distribution_votes,
     "estimate": estimate,
+    "experts": experts,
     "forecast": forecast,
     "finetuning": finetuning,
     "frozen": frozen,
@@ -156,7 +158,7 @@ def check_arguments(options: Options, json_path: Path | None) -> None:
         check_matrix(Path(options.matrix))
     if options.scorer is not None:
         check_scorer(Path(options.scorer))
-    known = {*SHAPES, "demo", *SIZES_OF_PLANS}
+    known = {*SHAPES, "demo", *SIZES_OF_PLANS, *experts.SHAPES}
     folder = Path(options.model).expanduser()
     if options.model not in known and not (folder / "config.json").is_file():
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Linear layers with int8 or nf4 weights, in the formats of bitsandbytes.
 
-Only the weights of the blocks' linear layers are quantized; norms, biases, routers and the stacked
-experts of a mixture keep their dtype, as with bitsandbytes.
+Only the weights of the blocks' linear layers and of a mixture's experts (`quantized_experts.py`)
+are quantized; norms, biases and routers keep their dtype.
 
 int8 is the format of LLM.int8(): a row of weights has 127 levels to either side and a scale, its
 largest absolute value. Inputs are not quantized, unlike in LLM.int8(): `docs/decisions/008` says
@@ -34,7 +34,8 @@ T tokens, I inputs, O outputs, N blocks, R rows of weights.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any, Self
 
@@ -109,7 +110,6 @@ class QuantizedLinear(nn.Module, ABC):
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias: nn.Parameter | None = bias_O
         self._dtype = dtype
-        self._zeros_O = torch.zeros(self.out_features, dtype=torch.float32, device=levels.device)
         self._product_scales = self._make_product_scales(scales)
         # Machine code dequantizes any rows, and multiplies whole blocks of nf4.
         self._max_few_tokens = 0 if self.in_features % BLOCK_SIZE else GEMV_MAX_TOKENS
@@ -190,7 +190,7 @@ class QuantizedLinear(nn.Module, ABC):
 
     def _multiply_few(self, product: NativeFunction, input_TI: Tensor) -> Tensor:
         """Sums in float32 and rounds once: a token's bits do not depend on the batch."""
-        bias_O = self._zeros_O if self.bias is None else self.bias.float()
+        bias_O = _make_zeros(self.out_features) if self.bias is None else self.bias.float()
         wide_TI = self._arrange_inputs(input_TI)
         output_TO = torch.empty(len(input_TI), self.out_features, dtype=input_TI.dtype)
         product(
@@ -335,6 +335,12 @@ class Nf4Linear(QuantizedLinear):
         return output
 
 
+@cache
+def _make_zeros(count: int) -> Tensor:
+    """Bias of layers without one, which many experts share."""
+    return torch.zeros(count, dtype=torch.float32)
+
+
 def quantize_int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Return levels [O, I] in int8 and scales [O] in float32 of weights in any floating dtype.
 
@@ -387,9 +393,14 @@ def quantize_nf4(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return packed, peaks_N
 
 
+QUANTIZERS: Mapping[
+    QuantType, tuple[type[QuantizedLinear], Callable[[Tensor], tuple[Tensor, Tensor]]]
+] = {"int8": (Int8Linear, quantize_int8), "nf4": (Nf4Linear, quantize_nf4)}
+"""Layer and quantization of weights [O, I] of each kind."""
+
+
 def is_quantizable(module: nn.Module) -> bool:
     """Whether a module's weight is quantized: plain linear layers, not subclasses."""
-    # Falcon's own linear layer by name, since its import takes a quarter of a second.
     return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"
 
 
@@ -398,6 +409,11 @@ def compute_quantized_bytes(module: nn.Module, quant_type: QuantType) -> int:
     weight = module.weight
     assert isinstance(weight, Tensor)
     outputs, inputs = reversed(weight.shape) if isinstance(module, Conv1D) else weight.shape
+    return compute_weight_bytes(outputs, inputs, quant_type)
+
+
+def compute_weight_bytes(outputs: int, inputs: int, quant_type: QuantType) -> int:
+    """Return the bytes of a quantized weight [O, I]. Raises `UnsupportedModelError`."""
     if quant_type == "int8":
         return outputs * (inputs + torch.float32.itemsize)
     if outputs * inputs % BLOCK_SIZE or inputs % 2:
@@ -436,8 +452,6 @@ def quantize_matrix(
     device: torch.device,
 ) -> QuantizedLinear:
     """As `make_quantized_linear`, of a matrix by itself."""
-    kind, quantize = (
-        (Int8Linear, quantize_int8) if quant_type == "int8" else (Nf4Linear, quantize_nf4)
-    )
+    kind, quantize = QUANTIZERS[quant_type]
     levels, scales = quantize(weight_OI)
     return kind(levels.to(device), scales.to(device), weight_OI.shape, bias_O, dtype)

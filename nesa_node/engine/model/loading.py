@@ -47,9 +47,9 @@ def load_blocks(
 ) -> ModelBlocks:
     """Load the tensors of blocks `span` of a model. Blocks the thread.
 
-    Linear layers are held as `quant_type` says, everything else in `dtype`, which is also that of
-    activations. Peak memory is the span's plus that of the largest tensor, as stored in the
-    checkpoint. Raises `CorruptCheckpointError` (a tensor is missing or misshapen), what
+    Linear layers and experts are held as `quant_type` says, everything else in `dtype`, which is
+    also that of activations. Peak memory is the span's plus that of the largest tensor, as stored
+    in the checkpoint. Raises `CorruptCheckpointError` (a tensor is missing or misshapen), what
     `Checkpoint.fetch` raises, `UnsupportedModelError` for weights that cannot be quantized so, and
     `ValueError` for a span that is empty or outside the model.
     """
