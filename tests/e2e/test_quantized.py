@@ -31,7 +31,7 @@ def folder(tiny: Callable[[str], Path]) -> Path:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "quant_type",
-    ["int8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("nf4",))],
+    ["int8", *(pytest.param(each, marks=pytest.mark.slow) for each in ("nf4", "llm_int8"))],
 )
 def test_a_chain_of_daemons_generates_what_the_quantized_model_does(
     quant_type: QuantType, folder: Path, tmp_path: Path

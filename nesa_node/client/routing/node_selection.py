@@ -433,6 +433,10 @@ class NodeSelector:
         return error
 
 
+_PRECISIONS: Mapping[str, Precision] = {"none": "full", "llm_int8": "int8"}
+"""Precision of weights by a record's quantization, where it has another name."""
+
+
 def nodes_with(blocks: Iterable[tuple[int, int]], nodes: Iterable[NodeState]) -> list[NodeState]:
     """Nodes that hold some of `blocks`, given as pairs of start and end."""
     ranges = list(blocks)
@@ -453,5 +457,5 @@ async def _run_planning(snapshot: Snapshot, planning: Callable[[], _T]) -> _T:
 def is_too_coarse(node: NodeState, request: RouteRequest) -> bool:
     """Whether the node's weights are coarser than requested, or of an unknown quantization."""
     order = get_args(Precision)
-    precision = "full" if node.quantization == "none" else node.quantization
+    precision = _PRECISIONS.get(node.quantization, node.quantization)
     return precision not in order[order.index(request.options.min_precision) :]
