@@ -32,6 +32,7 @@ from benchmarks import (
     directory_scale,
     distribution_votes,
     estimate,
+    experts,
     finetuning,
     forecast,
     frozen,
@@ -93,6 +94,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "drafts": drafts,
     "distribution-votes": distribution_votes,
     "estimate": estimate,
+    "experts": experts,
     "forecast": forecast,
     "finetuning": finetuning,
     "frozen": frozen,
@@ -158,7 +160,7 @@ def check_arguments(options: Options, json_path: Path | None) -> None:
         check_matrix(Path(options.matrix))
     if options.scorer is not None:
         check_scorer(Path(options.scorer))
-    known = {*SHAPES, "demo", *SIZES_OF_PLANS}
+    known = {*SHAPES, "demo", *SIZES_OF_PLANS, *experts.SHAPES}
     folder = Path(options.model).expanduser()
     if options.model not in known and not (folder / "config.json").is_file():
         raise ConfigError(

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import torch
 
 Dtype = Literal["float32", "bfloat16"]
-Quant = Literal["none", "int8", "nf4"]
+Quant = Literal["none", "int8", "nf4", "llm_int8"]
 USERS_THREADS = 0
 """No `--threads`: daemons and client choose, local transformers has all, as users run them."""
 

@@ -90,10 +90,12 @@ def _make_flag(field: FieldInfo, extra: dict[str, Any]) -> Any:
     from nesa_node.core.settings.declaration import find_format
 
     value_format = find_format(field)
+    # Choices that have other spellings, too, are left to the model.
+    is_choice = get_origin(field.annotation) is Literal
     default = extra["default_text"] or _default_text(field.default)
     words = (field.description, f"[default: {default}]" if default else "")
     return Annotated[
-        _text_type(field.annotation),
+        str if value_format is not None and is_choice else _text_type(field.annotation),
         Parameter(
             group=FLAG_GROUPS[extra["group"]],
             metavar=None if value_format is None else value_format.metavar,

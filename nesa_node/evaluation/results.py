@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args
 
 import psutil
 import torch
@@ -34,7 +34,7 @@ from nesa_node.compression.codecs import FAMILIES
 from nesa_node.compression.tensors import encode
 from nesa_node.core.errors import ConfigError, ProtocolError
 from nesa_node.core.ids import split_evenly
-from nesa_node.core.settings.choices import ClientQuantType
+from nesa_node.core.settings.choices import ClientQuantType, QuantType
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint
@@ -50,6 +50,7 @@ from nesa_node.evaluation.tasks import (
 from nesa_node.verification.distributions import ComputeLogits
 
 WEIGHTS = ("none", "int8", "nf4")
+"""What is measured by default."""
 WIRE_CODECS = ("none", "blockwise8@2:64:8", "int4@2:32:48")
 WEIGHTS_AS_SERVED = "as served"
 """Name for the weights of a live swarm, as its nodes hold them."""
@@ -78,10 +79,11 @@ def make_cells(weights: Iterable[str], wire: Iterable[str]) -> list[Cell]:
 
 
 def check_weights(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a name that is not in `WEIGHTS`."""
+    """Raise `ConfigError` for a name that is not a `QuantType`."""
+    known = get_args(QuantType)
     for name in names:
-        if name not in WEIGHTS:
-            raise ConfigError(f"--weights {name}: choose among {', '.join(WEIGHTS)}")
+        if name not in known:
+            raise ConfigError(f"--weights {name}: choose among {', '.join(known)}")
 
 
 def check_wire(names: Sequence[str], *, hidden_size: int) -> None:

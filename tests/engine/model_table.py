@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
+from torch import nn
 
 from nesa_node.core.errors import UnsupportedModelError
+from nesa_node.engine.kernels.quantized_experts import find_stack
 from nesa_node.engine.weights.families import FAMILIES, require_servable
 from nesa_node.engine.weights.language_models import find_family
+from nesa_node.engine.weights.model_tree import make_empty_model
 from tests.engine.model_types import CAUSAL_TYPES, tiny_config
 
 _HEAD = """\
@@ -37,7 +40,9 @@ another by its config (`layer_types` of a hybrid, say), and is refused then, wit
 *together*: rows of several sessions are computed in one pass, with attention over pages. *one by
 one*: layers do something with keys and values that pages cannot stand in for (latents, sinks,
 chunks), so that each row is a pass of its own. *cache*: numbers per token and block, of the small
-model.
+model. *experts*: whether --quant-type holds a mixture's stacked experts in fewer bits, too, or
+leaves them in 16, since their layout is not known (`find_stack` in
+`nesa_node/engine/kernels/quantized_experts.py`).
 
 A model that is refused here may still be run in pieces of its graph (`docs/graphs.md`).
 """
@@ -77,7 +82,20 @@ def describe(model_type: str) -> TypeRow:
         for shape in family.list_cache_heads(config)
     }
     origin = f"table: {family.title}" if config.model_type in FAMILIES else "module tree"
-    return TypeRow(model_type, f"{origin} | {passes} | {', '.join(sorted(sizes))}")
+    experts = describe_experts(config)
+    return TypeRow(model_type, f"{origin} | {passes} | {', '.join(sorted(sizes))} | {experts}")
+
+
+def describe_experts(config: Any) -> str:
+    """How the stacked experts of a config's model are held with a quantization; "" for none."""
+    found = set()
+    for path, module in make_empty_model(config).named_modules():
+        for name, value in module.named_parameters(recurse=False):
+            is_stacked = value.ndim == 3 or (value.ndim == 2 and ".experts." in f"{path}.")
+            if is_stacked and not isinstance(module, nn.Linear) and not name.endswith("_bias"):
+                known = find_stack(module, name) is not None
+                found.add("fewer bits" if known else "16 bits")
+    return " and ".join(sorted(found))
 
 
 def _escape(text: str) -> str:
@@ -100,7 +118,7 @@ def write_table() -> Iterator[str]:
         served=len(served),
         refused=len(refused),
     )
-    yield "## Served\n\n| type | read from | rows | cache |\n|-|-|-|-|"
+    yield "## Served\n\n| type | read from | rows | cache | experts |\n|-|-|-|-|-|"
     yield from map(str, served)
     yield "\n## Refused\n\n| type | why |\n|-|-|"
     yield from map(str, refused)

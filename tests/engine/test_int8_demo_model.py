@@ -52,12 +52,14 @@ def perplexity(folder: Path, quant_type: QuantType) -> float:
 @pytest.mark.timeout(300)
 def test_perplexity_in_int8_is_that_of_bfloat16_within_three_thousandths(folder: Path) -> None:
     """Measured: 15.26, and 15.24 in int8 (-0.1 %); LLM.int8(), which rounds inputs, adds 1.1 %."""
-    plain, int8, nf4 = (perplexity(folder, kind) for kind in ("none", "int8", "nf4"))
-    print(f"perplexity: bfloat16 {plain:.3f}, int8 {int8:.3f}, nf4 {nf4:.3f}")
+    kinds: tuple[QuantType, ...] = ("none", "int8", "nf4", "llm_int8")
+    plain, int8, nf4, llm_int8 = (perplexity(folder, kind) for kind in kinds)
+    print(f"bfloat16 {plain:.3f}, int8 {int8:.3f}, nf4 {nf4:.3f}, llm_int8 {llm_int8:.3f}")
     assert plain < 30
     assert int8 != plain
     assert abs(int8 / plain - 1) <= 0.003
     assert nf4 / plain <= 1.4
+    assert 1.003 <= llm_int8 / plain <= 1.04
 
 
 def test_a_span_in_int8_takes_little_more_than_half_of_bfloat16s_memory(

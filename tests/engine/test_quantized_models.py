@@ -18,13 +18,23 @@ from nesa_node.core.ids import Span
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.model.devices import compute_block_bytes
 from nesa_node.engine.model.loading import load_blocks
-from nesa_node.engine.weights.families import FAMILIES as ADAPTERS
 from tests.engine.chained import Chain, Run, distance, open_local
+from tests.engine.model_table import describe_experts
+from tests.engine.model_types import tiny_config
 from tests.engine.their_layers import quantize
 from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_model
 
 TOKENS = 24
 SAME = 1e-4
+MIXTURES = ["qwen3_moe", "olmoe", "gpt_oss", "llama4_text"]
+"""Types whose experts are stacked: as Mixtral's, with biases and interleaved, and transposed."""
+MORE_MIXTURES = [
+    *("afmoe", "aria_text", "axk1", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1"),
+    *("ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite"),
+    *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe"),
+    *("hy_v3", "kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m2"),
+    *("minimax_m3_vl_text", "mixtral", "phimoe", "qwen2_moe", "solar_open"),
+]
 
 
 @torch.inference_mode()
@@ -32,7 +42,7 @@ def their_logits(folder: Path, ids: list[int], quant_type: QuantType) -> tuple[T
     """Of transformers with its own weights and with bitsandbytes', token by token."""
     model = reference(folder)
     plain_LV = model(torch.tensor([ids])).logits[0]
-    path = ADAPTERS[open_local(folder).config.model_type].layers_path
+    path = open_local(folder).family.layers_path
     assert quantize(model.get_submodule(path), quant_type) >= 6 * 4
     logits, cache = [], None
     for token in ids:
@@ -43,7 +53,7 @@ def their_logits(folder: Path, ids: list[int], quant_type: QuantType) -> tuple[T
 
 
 @pytest.mark.parametrize("quant_type", ["int8", "nf4"])
-@pytest.mark.parametrize("family", [*FAMILIES, "llama_biased", "bloom_post_norm"])
+@pytest.mark.parametrize("family", [*FAMILIES, "llama_biased", "bloom_post_norm", *MIXTURES])
 def test_token_by_token_as_bitsandbytes(
     family: str, quant_type: QuantType, models_dir: Path
 ) -> None:
@@ -67,6 +77,47 @@ def test_a_prompt_in_one_step_is_what_its_tokens_are(
     one_by_one = Run(chain)
     expected_LV = torch.cat([one_by_one.step([token]) for token in ids])
     assert distance(Run(chain).step(ids), expected_LV) <= SAME
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant_type", ["int8", "nf4"])
+@pytest.mark.parametrize("model_type", MORE_MIXTURES)
+def test_every_mixture_computes_with_bitsandbytes_weights(
+    model_type: str, quant_type: QuantType, models_dir: Path
+) -> None:
+    test_token_by_token_as_bitsandbytes(model_type, quant_type, models_dir)
+
+
+def test_experts_of_every_served_mixture_are_held_in_fewer_bits() -> None:
+    """But for DBRX's, which docs/models.md says."""
+    for model_type in (*MIXTURES, *MORE_MIXTURES):
+        assert describe_experts(tiny_config(model_type)) == "fewer bits", model_type
+    assert describe_experts(tiny_config("dbrx")) == "16 bits"
+    assert describe_experts(tiny_config("llama")) == ""
+
+
+@pytest.mark.parametrize("quant_type", ["int8", "nf4"])
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_a_mixture_takes_the_bytes_that_were_planned(
+    model_type: str, quant_type: QuantType, models_dir: Path
+) -> None:
+    """One by one in the checkpoint, and stacked."""
+    checkpoint = open_local(save_tiny_model(model_type, models_dir))
+    span = Span(1, 3)
+    plain = compute_block_bytes(checkpoint, torch.bfloat16)
+    sizes = compute_block_bytes(checkpoint, torch.bfloat16, quant_type)
+    reports: list[tuple[str, int, int]] = []
+    blocks = load_blocks(
+        checkpoint,
+        span,
+        dtype=torch.bfloat16,
+        device="cpu",
+        quant_type=quant_type,
+        progress=lambda *report: reports.append(report),
+    )
+    assert blocks.weight_bytes == sum(sizes[1:3]) < 0.75 * sum(plain[1:3])
+    _, done, total = reports[-1]
+    assert done == total
 
 
 def test_nf4_refuses_layers_that_are_no_whole_blocks(models_dir: Path, tmp_path: Path) -> None:

@@ -57,14 +57,38 @@ def nf4_and_back(weight_OI: Tensor) -> Tensor:
     return weight.view(weight_OI.shape)
 
 
+def stacked_weights(experts: nn.Module) -> dict[str, bool]:
+    """Names of the stacked weights of a mixture's experts, and whether matrices are [I, O]."""
+    if type(experts).__name__ == "Llama4TextExperts":
+        return {"gate_up_proj": True, "down_proj": True}
+    transposed = getattr(experts, "is_transposed", None)
+    names = ("gate_up_proj", "down_proj")
+    return {} if transposed is None else dict.fromkeys(names, bool(transposed))
+
+
+def quantize_experts(experts: nn.Module, quant_type: QuantType) -> int:
+    """Give each expert bitsandbytes' weights, dequantized; return how many matrices there were."""
+    convert = int8_and_back if quant_type == "int8" else nf4_and_back
+    count = 0
+    for name, is_transposed in stacked_weights(experts).items():
+        for matrix in experts.get_parameter(name).data:
+            view_OI = matrix.t() if is_transposed else matrix
+            view_OI.copy_(convert(view_OI.contiguous()))
+            count += 1
+    return count
+
+
 def quantize(layers: nn.Module, quant_type: QuantType) -> int:
-    """Replace all linear layers below by some with bitsandbytes' weights; return how many there
-    were. In int8 those are torch's own, since bitsandbytes' layers round inputs, too."""
+    """Replace all linear layers below by some with bitsandbytes' weights, and the weights of
+    experts by theirs; return how many there were. In int8 layers are torch's own, since
+    bitsandbytes' round inputs, too."""
     count = 0
     for parent in list(layers.modules()):
+        count += quantize_experts(parent, quant_type)
         children: dict[str, Any] = parent._modules
         for name, child in children.items():
-            if isinstance(child, nn.Linear | Conv1D):
+            is_router = type(child).__name__.endswith("Router")  # Llama 4's is a subclass
+            if isinstance(child, nn.Linear | Conv1D) and not is_router:
                 weight = child.weight.detach()
                 weight_OI = weight.t().contiguous() if isinstance(child, Conv1D) else weight
                 if quant_type == "int8":

@@ -44,7 +44,7 @@ def evaluate(
         Parameter(
             metavar="NAMES",
             group=PRECISIONS_GROUP,
-            help="Quantizations: none, int8, nf4. [default: none,int8,nf4]",
+            help="Quantizations: none, int8, nf4, llm_int8. [default: none,int8,nf4]",
         ),
     ] = None,
     wire: Annotated[

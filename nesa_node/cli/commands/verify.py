@@ -52,7 +52,7 @@ def verify(
         Path | None, Parameter(help="File of the request, where the answer's has none.")
     ] = None,
     weights: Annotated[
-        Literal["none", "int8", "nf4"],
+        Literal["none", "int8", "nf4", "llm_int8"],
         Parameter(group=COMPUTE, help="Quantization that the answer is said to have."),
     ] = "none",
     defaults: Annotated[

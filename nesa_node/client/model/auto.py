@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -278,7 +278,7 @@ def build_model(
     first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
     resolved = checkpoint.resolve_dtype(str(dtype or "auto"))
     place = choose_device(device)
-    check_quant_type("--client-quant-type", quant_type, place)
+    check_quant_type("--client-quant-type", quant_type, place, get_args(ClientQuantType))
     with track_wait("embedding and head to be loaded"):
         embedder, head = load_embedder_and_head(
             checkpoint, dtype=resolved, device=place, quant_type=quant_type

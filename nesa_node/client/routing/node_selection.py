@@ -433,6 +433,10 @@ class NodeSelector:
         return error
 
 
+_PRECISIONS: Mapping[str, Precision] = {"none": "full", "llm_int8": "int8"}
+"""Precision of weights by a record's quantization, where it has another name."""
+
+
 def nodes_with(blocks: Iterable[tuple[int, int]], nodes: Iterable[NodeState]) -> list[NodeState]:
     """Nodes that hold some of `blocks`, given as pairs of start and end."""
     ranges = list(blocks)
@@ -454,7 +458,7 @@ def is_too_coarse(node: NodeState, request: RouteRequest) -> bool:
     """Whether the node's weights or KV cache are coarser than requested, or of an unknown kind."""
     order = get_args(Precision)
     allowed = order[order.index(request.options.min_precision) :]
-    weights = "full" if node.quantization == "none" else node.quantization
+    weights = _PRECISIONS.get(node.quantization, node.quantization)
     cache = "full" if node.cache_dtype == "auto" else node.cache_dtype
     return weights not in allowed or cache not in allowed
 

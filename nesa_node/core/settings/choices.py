@@ -13,7 +13,10 @@ PrivateScheme = Literal["ckks", "masks"]
 """What hides vectors from nodes that multiply them."""
 PrivacyName = Literal["none", "ckks", "masks"]
 """How hidden states are kept from nodes (`docs/private-sessions.md`)."""
-QuantType = Literal["none", "int8", "nf4"]
+QuantType = Literal["none", "int8", "nf4", "llm_int8"]
+"""How weights of blocks are held. `llm_int8` has int8's weights, and rounds inputs, too."""
+PoolQuantType = Literal["none", "int8", "nf4"]
+"""What an orchestrator may assign: `llm_int8` takes as much memory as `int8`, and more time."""
 ClientQuantType = Literal["none", "int8", "nf4"]
 """How a client holds the weights of its own parts."""
 CacheDtype = Literal["auto", "int8"]

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId, Span
 from nesa_node.core.settings.addresses import HttpAddress, check_dialable, to_multiaddress
-from nesa_node.core.settings.choices import FlagGroup, QuantType
+from nesa_node.core.settings.choices import FlagGroup, PoolQuantType, QuantType
 from nesa_node.core.settings.noise_spec import PRIVATE_FORMAT, check_private
 
 
@@ -165,8 +165,23 @@ ModelPatterns = Annotated[
     _LIST,
     ValueFormat("PATTERN"),
 ]
+
+
+def _read_quant_type(value: object) -> object:
+    """Read hyphens as underscores: names are those of the DHT's records, which have no hyphens."""
+    return value.replace("-", "_") if isinstance(value, str) else value
+
+
+QuantName = Annotated[
+    QuantType,
+    BeforeValidator(_read_quant_type),
+    ValueFormat("none|int8|nf4|llm_int8"),
+]
 QuantTypes = Annotated[
-    tuple[QuantType, ...], _WORDS, Field(min_length=1), ValueFormat("NAMES", "none, int8 or nf4")
+    tuple[PoolQuantType, ...],
+    _WORDS,
+    Field(min_length=1),
+    ValueFormat("NAMES", "none, int8 or nf4"),
 ]
 FamilyNames = Annotated[
     tuple[Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,32}$")], ...],

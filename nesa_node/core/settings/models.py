@@ -34,7 +34,6 @@ from nesa_node.core.settings.choices import (
     LogLevel,
     PlacementGoal,
     Precision,
-    QuantType,
     RedundancyName,
     RouteName,
     SamplingDefaults,
@@ -70,6 +69,7 @@ from nesa_node.core.settings.declaration import (
     PositiveInt,
     PrivateMode,
     PublicName,
+    QuantName,
     QuantTypes,
     Seconds,
     Secret,
@@ -610,8 +610,12 @@ class NodeConfig(OrchestratorConfig, PrivacyConfig):
         basic=True,
         default_text="auto",
     )
-    quant_type: QuantType = setting(
-        "none", "Model and device", "Hold weights in 8 or 4.5 bits: none, int8 or nf4.", basic=True
+    quant_type: QuantName = setting(
+        "none",
+        "Model and device",
+        "Hold weights in 8 or 4.5 bits: none, int8 or nf4. llm_int8, the published LLM.int8(), "
+        "has int8's weights and rounds inputs, too, which costs accuracy and time.",
+        basic=True,
     )
     cache_dtype: CacheDtype = setting(
         "auto",

@@ -1,12 +1,13 @@
 """Linear layers with int8 or nf4 weights, in the formats of bitsandbytes.
 
-Only the weights of the blocks' linear layers are quantized; norms, biases, routers and the stacked
-experts of a mixture keep their dtype, as with bitsandbytes.
+Only the weights of the blocks' linear layers and of a mixture's experts (`quantized_experts.py`)
+are quantized; norms, biases and routers keep their dtype.
 
 int8 is the format of LLM.int8(): a row of weights has 127 levels to either side and a scale, its
 largest absolute value. Inputs are not quantized, unlike in LLM.int8(): `docs/decisions/008` says
 why. nf4 is that of QLoRA without double quantization: two weights share a byte, 64 a scale, their
-absolute maximum: 4.5 bits each. bitsandbytes' nf4 kernels run on CUDA.
+absolute maximum: 4.5 bits each. bitsandbytes' nf4 kernels run on CUDA. LLM.int8() itself, which
+rounds inputs, too, is there for comparison (`LlmInt8Linear`).
 
 On the CPU machine code computes (`native/matmul.py`): small batches read quantized
 weights directly, for large ones they are dequantized first. Elsewhere torch dequantizes the whole
@@ -34,7 +35,8 @@ T tokens, I inputs, O outputs, N blocks, R rows of weights.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any, Self
 
@@ -63,6 +65,11 @@ _ROW_MULTIPLE = 256
 """Rows per chunk are a multiple of it; other numbers take torch 1.1 to 1.4 x as long."""
 _MIN_UNTRANSPOSED_TOKENS = 96
 """Tokens from which transposing the result costs more than the other order of the product."""
+
+OUTLIER_THRESHOLD = 6.0
+"""Least size of an input that LLM.int8() does not round, as its paper has it."""
+_EXACT_INPUTS = 1024
+"""2^24 > 1024 x 127^2"""
 
 BLOCK_SIZE = 64
 _MIN_ABSMAX = 1e-38
@@ -109,7 +116,6 @@ class QuantizedLinear(nn.Module, ABC):
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias: nn.Parameter | None = bias_O
         self._dtype = dtype
-        self._zeros_O = torch.zeros(self.out_features, dtype=torch.float32, device=levels.device)
         self._product_scales = self._make_product_scales(scales)
         # Machine code dequantizes any rows, and multiplies whole blocks of nf4.
         self._max_few_tokens = 0 if self.in_features % BLOCK_SIZE else GEMV_MAX_TOKENS
@@ -190,7 +196,7 @@ class QuantizedLinear(nn.Module, ABC):
 
     def _multiply_few(self, product: NativeFunction, input_TI: Tensor) -> Tensor:
         """Sums in float32 and rounds once: a token's bits do not depend on the batch."""
-        bias_O = self._zeros_O if self.bias is None else self.bias.float()
+        bias_O = _make_zeros(self.out_features) if self.bias is None else self.bias.float()
         wide_TI = self._arrange_inputs(input_TI)
         output_TO = torch.empty(len(input_TI), self.out_features, dtype=input_TI.dtype)
         product(
@@ -267,6 +273,81 @@ class Int8Linear(QuantizedLinear):
         )
 
 
+class LlmInt8Linear(Int8Linear):
+    """Linear layer of LLM.int8(): a mixed decomposition (Dettmers et al. 2022, section 3).
+
+    A token's inputs of at least `OUTLIER_THRESHOLD` are multiplied as they are with dequantized
+    weights. The remaining ones are rounded to 127 levels to either side of their largest,
+    multiplied as integers, and scaled by both scales. Sums of integers are exact, everything else
+    is float32, rounded once.
+
+    The paper sets a whole feature apart for all tokens at once where one has an outlier there. Here
+    each token has its own, so that what it gets does not depend on what it is batched with; of one
+    token both are the same. Gradients of inputs are those of the dequantized weights, as in
+    bitsandbytes.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = _RoundedInputs.apply(input, self)  # type: ignore[no-untyped-call]
+        return output
+
+    def multiply(self, input: Tensor) -> Tensor:
+        """Return the product [..., O] in the dtype of `input` [..., I], without gradients."""
+        [level_sizes_O] = self._product_scales
+        input_TI = input.reshape(-1, self.in_features).float()
+        is_outlier_TI = input_TI.abs() >= OUTLIER_THRESHOLD
+        inner_TI = input_TI.masked_fill(is_outlier_TI, 0)
+        scales_T1 = inner_TI.abs().amax(1, keepdim=True)
+        # The level of a token without inputs is 0 / 0; what is no number stays so by its scale.
+        levels_TI = (inner_TI * (MAX_LEVEL / scales_T1)).nan_to_num_(0).round_().to(torch.int8)
+        output_TO = multiply_levels(levels_TI, self.levels).float()
+        output_TO *= scales_T1 / MAX_LEVEL * level_sizes_O
+        if len(columns := is_outlier_TI.any(0).nonzero().flatten()):
+            outliers_TC = input_TI[:, columns] * is_outlier_TI[:, columns]
+            weight_OC = self.levels[:, columns] * level_sizes_O.unsqueeze(1)
+            output_TO += outliers_TC @ weight_OC.t()
+        if self.bias is not None:
+            output_TO += self.bias
+        return output_TO.to(input.dtype).view(*input.shape[:-1], self.out_features)
+
+    def _is_code_supported(self) -> bool:
+        return False
+
+
+class _RoundedInputs(torch.autograd.Function):
+    """`LlmInt8Linear.multiply`, with the gradients of a linear layer."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, layer: LlmInt8Linear) -> Tensor:
+        ctx.layer = layer
+        return layer.multiply(input)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        [grad] = grads
+        weight_OI: Tensor = ctx.layer.dequantize(grad.dtype)
+        return grad @ weight_OI, None
+
+
+def multiply_levels(levels_TI: Tensor, levels_OI: Tensor) -> Tensor:
+    """Return exact sums [T, O] of products of int8 levels, in int32 or float64."""
+    cpu: Any = torch.cpu
+    # Of single inputs torch 2.13 returns memory that it has not written.
+    is_supported = levels_TI.device.type == "cpu" and levels_TI.shape[1] > 1
+    if is_supported and cpu._is_avx512_supported():
+        return torch._int_mm(levels_TI, levels_OI.t())
+    # Float32 holds the sums of so many products; without AVX-512 torch's integers are slower.
+    parts = zip(
+        torch.split(levels_TI, _EXACT_INPUTS, 1),
+        torch.split(levels_OI, _EXACT_INPUTS, 1),
+        strict=True,
+    )
+    sums = [
+        (of_tokens.float() @ of_weights.float().t()).double() for of_tokens, of_weights in parts
+    ]
+    return torch.stack(sums).sum(0)
+
+
 class Nf4Linear(QuantizedLinear):
     """Linear layer with nf4 weights, two in each byte of `levels`."""
 
@@ -335,6 +416,12 @@ class Nf4Linear(QuantizedLinear):
         return output
 
 
+@cache
+def _make_zeros(count: int) -> Tensor:
+    """Bias of layers without one, which many experts share."""
+    return torch.zeros(count, dtype=torch.float32)
+
+
 def quantize_int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Return levels [O, I] in int8 and scales [O] in float32 of weights in any floating dtype.
 
@@ -387,9 +474,18 @@ def quantize_nf4(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     return packed, peaks_N
 
 
+QUANTIZERS: Mapping[
+    QuantType, tuple[type[QuantizedLinear], Callable[[Tensor], tuple[Tensor, Tensor]]]
+] = {
+    "int8": (Int8Linear, quantize_int8),
+    "nf4": (Nf4Linear, quantize_nf4),
+    "llm_int8": (LlmInt8Linear, quantize_int8),
+}
+"""Layer and quantization of weights [O, I] of each kind."""
+
+
 def is_quantizable(module: nn.Module) -> bool:
     """Whether a module's weight is quantized: plain linear layers, not subclasses."""
-    # Falcon's own linear layer by name, since its import takes a quarter of a second.
     return type(module) in (nn.Linear, Conv1D) or type(module).__name__ == "FalconLinear"
 
 
@@ -398,7 +494,12 @@ def compute_quantized_bytes(module: nn.Module, quant_type: QuantType) -> int:
     weight = module.weight
     assert isinstance(weight, Tensor)
     outputs, inputs = reversed(weight.shape) if isinstance(module, Conv1D) else weight.shape
-    if quant_type == "int8":
+    return compute_weight_bytes(outputs, inputs, quant_type)
+
+
+def compute_weight_bytes(outputs: int, inputs: int, quant_type: QuantType) -> int:
+    """Return the bytes of a quantized weight [O, I]. Raises `UnsupportedModelError`."""
+    if quant_type in ("int8", "llm_int8"):
         return outputs * (inputs + torch.float32.itemsize)
     if outputs * inputs % BLOCK_SIZE or inputs % 2:
         raise UnsupportedModelError(
@@ -436,8 +537,6 @@ def quantize_matrix(
     device: torch.device,
 ) -> QuantizedLinear:
     """As `make_quantized_linear`, of a matrix by itself."""
-    kind, quantize = (
-        (Int8Linear, quantize_int8) if quant_type == "int8" else (Nf4Linear, quantize_nf4)
-    )
+    kind, quantize = QUANTIZERS[quant_type]
     levels, scales = quantize(weight_OI)
     return kind(levels.to(device), scales.to(device), weight_OI.shape, bias_O, dtype)

@@ -25,6 +25,7 @@ from nesa_node.engine.adapters.segments import AdapterSegments
 from nesa_node.engine.adapters.served_adapter import ServedAdapter, ServedLinear, SpanLayout
 from nesa_node.engine.cache.paged_attention import PackedRows, RowCache, RowChunk
 from nesa_node.engine.cache.pages import PagePool
+from nesa_node.engine.kernels.quantized_experts import QuantizedExperts
 from nesa_node.engine.kernels.quantized_linear import QuantizedLinear
 from nesa_node.engine.kernels.threads import ThreadController
 from nesa_node.engine.model.compiled_step import CompiledDecoder
@@ -153,7 +154,7 @@ class ModelBlocks:
         ]
 
     def split_layers(self) -> list[dict[str, nn.Module | Tensor]]:
-        """For each block its linear layers, and its other weights, in shared memory.
+        """For each block its linear layers, quantized experts, and other weights, in shared memory.
 
         By their names in transformers' layer.
         """
@@ -188,7 +189,9 @@ class ModelBlocks:
             of_blocks = []
             for block, parts in enumerate(self.split_layers(), self.span.start):
                 linears = {
-                    name: part for name, part in parts.items() if isinstance(part, nn.Module)
+                    name: part
+                    for name, part in parts.items()
+                    if isinstance(part, nn.Linear | QuantizedLinear)
                 }
                 self._unhooked += [
                     (linear, block, index) for index, linear in enumerate(linears.values())
@@ -427,9 +430,13 @@ def _add_low_rank(
 
 def _split_layer(layer: nn.Module) -> dict[str, nn.Module | Tensor]:
     parts: dict[str, nn.Module | Tensor] = {}
+    inside: tuple[str, ...] = ()
     for path, module in layer.named_modules():
-        if isinstance(module, nn.Linear | QuantizedLinear):
+        if path.startswith(inside):
+            continue
+        if isinstance(module, nn.Linear | QuantizedLinear | QuantizedExperts):
             parts[path] = module
+            inside += (f"{path}.",)
             continue
         for name, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None and name not in module._non_persistent_buffers_set:

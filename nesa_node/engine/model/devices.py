@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import get_args
 
 import numpy as np
 import psutil
@@ -57,10 +56,12 @@ def choose_device(name: str | torch.device) -> torch.device:
     return device
 
 
-def check_quant_type(setting: str, quant_type: str, device: torch.device) -> None:
-    """Raise `ConfigError` for an unknown quantization, and for one that `device` has not."""
-    if quant_type not in get_args(QuantType):
-        raise ConfigError(f"{setting} {quant_type}: give {', '.join(get_args(QuantType))}")
+def check_quant_type(
+    setting: str, quant_type: str, device: torch.device, known: Sequence[str]
+) -> None:
+    """Raise `ConfigError` for a quantization that is not `known`, or that `device` has not."""
+    if quant_type not in known:
+        raise ConfigError(f"{setting} {quant_type}: give {', '.join(known)}")
     if device.type == "mps" and quant_type != "none":
         raise ConfigError(f"{setting} {quant_type} needs --device cpu or cuda")
 

@@ -48,11 +48,12 @@ def load_blocks(
 ) -> ModelBlocks:
     """Load the tensors of blocks `span` of a model. Blocks the thread.
 
-    Linear layers are held as `quant_type` says, KV caches as `cache_dtype` does, everything else in
-    `dtype`, which is also that of activations. Peak memory is the span's plus that of the largest
-    tensor, as stored in the checkpoint. Raises `CorruptCheckpointError` (a tensor is missing or
-    misshapen), what `Checkpoint.fetch` raises, `UnsupportedModelError` for weights that cannot be
-    quantized so, and `ValueError` for a span that is empty or outside the model.
+    Linear layers and experts are held as `quant_type` says, KV caches as `cache_dtype` does,
+    everything else in `dtype`, which is also that of activations. Peak memory is the span's plus
+    that of the largest tensor, as stored in the checkpoint. Raises `CorruptCheckpointError` (a
+    tensor is missing or misshapen), what `Checkpoint.fetch` raises, `UnsupportedModelError` for
+    weights that cannot be quantized so, and `ValueError` for a span that is empty or outside the
+    model.
     """
     if not len(span) or span.end > checkpoint.num_blocks:
         raise ValueError(f"{checkpoint.name} has blocks 0:{checkpoint.num_blocks}, not {span}")

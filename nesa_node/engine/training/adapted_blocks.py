@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
+from nesa_node.engine.kernels.quantized_experts import QuantizedExperts
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.loading import detach_span
 from nesa_node.engine.model.splice import run_decoder, slice_decoder
@@ -304,16 +305,20 @@ def count_adapter_values(served: ModelBlocks, spec: TrainingSpec) -> int:
 def _count_weights(part: nn.Module | Tensor) -> int:
     if isinstance(part, Tensor):
         return part.numel()
+    if isinstance(part, QuantizedExperts):
+        return part.count_weights()
     linear: Any = part
     bias = 0 if linear.bias is None else linear.out_features
     return int(linear.in_features * linear.out_features + bias)
 
 
 def _count_features(part: nn.Module | Tensor) -> int:
-    """Inputs and outputs of a linear layer, or of each of a stack of matrices."""
+    """Inputs and outputs of what can have an adapter: a linear layer, each of stacked matrices."""
     if isinstance(part, Tensor):
         shape = tuple(part.shape)
         return math.prod(shape[:-2]) * sum(shape[-2:]) if len(shape) > 1 else 0
+    if isinstance(part, QuantizedExperts):
+        return 0  # `_put` refuses adapters of them
     linear: Any = part
     return int(linear.in_features + linear.out_features)
 
@@ -361,7 +366,10 @@ def _put_placeholders(layer: nn.Module, dtype: torch.dtype, device: torch.device
 
 
 def _put(layer: nn.Module, path: str, part: nn.Module | Tensor) -> None:
-    """Put a served module or weight at `path`, below the adapter that PEFT has put there."""
+    """Put a served module or weight at `path`, below the adapter that PEFT has put there.
+
+    Raises `ConfigError` for an adapter of quantized experts.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     *names, leaf = path.split(".")
@@ -377,5 +385,10 @@ def _put(layer: nn.Module, path: str, part: nn.Module | Tensor) -> None:
             parent._buffers[leaf] = part
         return
     if isinstance(getattr(parent, leaf), BaseTunerLayer):
+        if isinstance(part, QuantizedExperts):
+            raise ConfigError(
+                f"this node holds a mixture's experts ({path}) in fewer bits, of which no adapter "
+                "is trained: leave them out of --target-modules, or use nodes without --quant-type"
+            )
         parent, leaf = getattr(parent, leaf), "base_layer"
     setattr(parent, leaf, part)

@@ -1,13 +1,13 @@
 """A model without weights, and the mapping of a checkpoint's tensors to its parameters.
 
-E experts, R rows, C columns.
+R rows, C columns.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,75 +16,32 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
 from nesa_node.core.ids import Span
 from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.kernels.linear import iterate_modules
 from nesa_node.engine.kernels.machine_code import copy_to_huge_pages
+from nesa_node.engine.kernels.quantized_experts import (
+    find_stack,
+    make_quantized_experts,
+    quantize_stack,
+)
 from nesa_node.engine.kernels.quantized_linear import (
     compute_quantized_bytes,
     is_quantizable,
     make_quantized_linear,
 )
 from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.engine.weights.expert_stacks import (
+    is_expert_stacking,
+    read_stack,
+    stack_experts,
+)
 from nesa_node.engine.weights.families import ModelFamily
 from nesa_node.engine.weights.files import Progress
 from nesa_node.engine.weights.model_tree import make_empty_model
-
-
-def is_expert_stacking(converter: WeightConverter) -> bool:
-    """Whether a conversion stacks each kind of weight over experts and concatenates the kinds."""
-    merge, *join = converter.operations
-    return (
-        isinstance(merge, MergeModulelist)
-        and merge.dim == 0
-        and len(join) <= 1
-        and all(isinstance(item, Concatenate) and item.dim == 1 for item in join)
-        and len(join) == len(converter.source_patterns) - 1 <= 1
-    )
-
-
-def stack_experts(
-    converter: WeightConverter,
-    names: Sequence[tuple[str, str]],
-    read: Callable[[str], Tensor],
-) -> Tensor:
-    """Read experts' matrices [R, C] one at a time into their slices of one tensor [E, R', C].
-
-    `names` are pairs of a source pattern and a checkpoint's name, ordered by expert. Equals
-    `converter.convert`, which needs up to three times the memory. Raises `ValueError` where the
-    shapes or numbers of experts disagree.
-    """
-    kinds = [
-        [name for pattern, name in names if pattern == wanted]
-        for wanted in converter.source_patterns
-    ]
-    if len({len(kind) for kind in kinds}) != 1:
-        raise ValueError(f"unequal numbers of experts: {[len(kind) for kind in kinds]}")
-    firsts = [read(kind[0]) for kind in kinds]
-    if len({(first.ndim, first.shape[-1], first.dtype) for first in firsts}) != 1:
-        raise ValueError(f"experts of different shapes: {[list(first.shape) for first in firsts]}")
-    rows = [len(first) for first in firsts]
-    stacked_ERC = torch.empty(
-        (len(kinds[0]), sum(rows), firsts[0].shape[-1]), dtype=firsts[0].dtype
-    )
-    del firsts
-    for index, kind in enumerate(kinds):
-        start = sum(rows[:index])
-        for expert, name in enumerate(kind):
-            matrix_RC = read(name)
-            if matrix_RC.shape != (rows[index], stacked_ERC.shape[2]):
-                raise ValueError(f"{name} has shape {list(matrix_RC.shape)}")
-            stacked_ERC[expert, start : start + rows[index]] = matrix_RC
-    return stacked_ERC
 
 
 @dataclass(slots=True)
@@ -153,11 +110,11 @@ class ModelTensors:
         """
         plain, total = [], 0
         for name in names:
-            module = None if quant_type == "none" else self.find_linear_layer(name)
-            if module is None:
+            size = self._compute_quantized_bytes(name, quant_type)
+            if size is None:
                 plain.append(name)
             else:
-                total += compute_quantized_bytes(module, quant_type)
+                total += size
         if dtype is None:
             return sum(self._shapes[name].numel() * self._dtypes[name].itemsize for name in plain)
         infos = (self.checkpoint.tensors[source] for source in self.source_names(plain))
@@ -176,27 +133,25 @@ class ModelTensors:
         """Fetch these tensors and assign them, one after another. Blocks the thread.
 
         Without a `dtype` each gets that of the model's own, which is not quantized then.
-        With a `quant_type`, linear layers are replaced by quantized ones as their weights are read.
-        Peak memory is that of the loaded tensors plus the largest of them as stored in the
-        checkpoint. Tied tensors share memory, unless the checkpoint holds different values for
-        them. Raises `CorruptCheckpointError` for a missing tensor or one of another shape, and
+        With a `quant_type`, linear layers and experts are replaced by quantized ones as their
+        weights are read, an expert at a time where the checkpoint has them so. Peak memory is that
+        of the loaded tensors plus the largest of them as stored in the checkpoint. Tied tensors
+        share memory, unless the checkpoint holds different values for them. Raises
+        `CorruptCheckpointError` for a missing tensor or one of another shape, and
         `UnsupportedModelError` for weights that cannot be quantized so.
         """
         wanted = list(names)
         self.checkpoint.fetch(self.source_names(wanted), progress)
         total, done = self.nbytes(wanted, dtype, quant_type), 0
         for name in wanted:
-            linear = None if quant_type == "none" else self.find_linear_layer(name)
-            if linear is None:
+            size = self._compute_quantized_bytes(name, quant_type)
+            if size is None:
                 loaded = self._load_tensor(name, dtype or self._dtypes[name], device)
                 done += assign(self.model, name, loaded)
             else:
                 assert dtype is not None
-                weight = self.read_weight(name)
-                made = make_quantized_linear(linear, weight, quant_type, dtype=dtype, device=device)
-                del weight
-                self.model.set_submodule(name.rpartition(".")[0], made, strict=True)
-                done += compute_quantized_bytes(linear, quant_type)
+                self._load_quantized(name, quant_type, dtype, device)
+                done += size
             if progress is not None:
                 progress(task, done, total)
 
@@ -268,6 +223,47 @@ class ModelTensors:
         path, _, leaf = name.rpartition(".")
         module: nn.Module = self.model.get_submodule(path)
         return module if leaf == "weight" and is_quantizable(module) else None
+
+    def _compute_quantized_bytes(self, name: str, quant_type: QuantType) -> int | None:
+        """Bytes of a weight that is quantized; None for all else."""
+        if quant_type == "none":
+            return None
+        if (linear := self.find_linear_layer(name)) is not None:
+            return compute_quantized_bytes(linear, quant_type)
+        path, _, leaf = name.rpartition(".")
+        shape = find_stack(self.model.get_submodule(path), leaf)
+        return None if shape is None else shape.compute_bytes(quant_type)
+
+    def _load_quantized(
+        self, name: str, quant_type: QuantType, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Replace the module of this weight, or put the weight into its replacement."""
+        path, _, leaf = name.rpartition(".")
+        module: nn.Module = self.model.get_submodule(path)
+        made: nn.Module
+        if (shape := find_stack(module, leaf)) is not None:
+            made = make_quantized_experts(module)
+            matrices = self._read_experts(name)
+            stack = quantize_stack(matrices, shape, quant_type, dtype=dtype, device=device)
+            made.add_module(leaf, stack)
+        else:
+            weight = self.read_weight(name)
+            made = make_quantized_linear(module, weight, quant_type, dtype=dtype, device=device)
+        self.model.set_submodule(path, made, strict=True)
+
+    def _read_experts(self, name: str) -> Iterator[Tensor]:
+        """Read the matrices [R, C] of a stacked weight, each when it is asked for.
+
+        What the checkpoint has stacked is read at once. Raises `CorruptCheckpointError`.
+        """
+        source, shape = self._sources[self._stored_name(name)], self._shapes[name]
+        if source.converter is None or not is_expert_stacking(source.converter):
+            yield from self.read_weight(name)
+            return
+        try:
+            yield from read_stack(source.converter, source.names, self.checkpoint.read, shape)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{self.checkpoint.name}: {name}: {error}") from error
 
     def read_weight(self, name: str) -> Tensor:
         """Read a tensor in its stored dtype, without assigning it. Raises as `load` does."""

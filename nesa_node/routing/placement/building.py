@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nesa_node.core.ids import PeerId, Span
-from nesa_node.core.settings.choices import PlacementGoal, QuantType, WeightQuality
+from nesa_node.core.settings.choices import PlacementGoal, PoolQuantType, WeightQuality
 from nesa_node.topology.roofline import BlockWork, WeightFigures
 from nesa_node.topology.shape.failure_domains import DeclaredDomain
 from nesa_node.topology.snapshot import zero_runs
 
-QUANT_TYPES_OF_QUALITY: Mapping[WeightQuality, tuple[QuantType, ...]] = {
+QUANT_TYPES_OF_QUALITY: Mapping[WeightQuality, tuple[PoolQuantType, ...]] = {
     "exact": ("none",),
     "high": ("none", "int8"),
     "balanced": ("none", "int8", "nf4"),
@@ -41,8 +41,8 @@ class ModelShape:
     """
 
     name: str
-    block_bytes: Mapping[QuantType, tuple[int, ...]]
-    work: Mapping[QuantType, tuple[BlockWork, ...]]
+    block_bytes: Mapping[PoolQuantType, tuple[int, ...]]
+    work: Mapping[PoolQuantType, tuple[BlockWork, ...]]
     cache_tokens: int
     cache_bytes: int
     dtype: str = "bfloat16"
@@ -50,7 +50,7 @@ class ModelShape:
     family: str = ""
     block_files: tuple[Mapping[str, int], ...] = ()
 
-    def kind(self, quant_type: QuantType) -> str:
+    def kind(self, quant_type: PoolQuantType) -> str:
         """The kind of weights by which figures of devices are listed."""
         return self.dtype if quant_type == "none" else quant_type
 
@@ -58,7 +58,7 @@ class ModelShape:
     def num_blocks(self) -> int:
         return len(self.block_bytes["none"])
 
-    def held_bytes(self, span: Span, quant_type: QuantType) -> int:
+    def held_bytes(self, span: Span, quant_type: PoolQuantType) -> int:
         """Bytes of a span's weights and KV cache."""
         weights = self.block_bytes[quant_type][span.start : span.end]
         return sum(weights) + len(span) * self.cache_bytes
@@ -102,12 +102,12 @@ class PoolMachine:
     peer: PeerId
     memory_bytes: int
     figures: Mapping[str, WeightFigures]
-    quant_types: tuple[QuantType, ...] = ("none", "int8", "nf4")
+    quant_types: tuple[PoolQuantType, ...] = ("none", "int8", "nf4")
     hop_s: float = HOP_S
     max_download_bytes: int | None = None
     domains: frozenset[DeclaredDomain] = frozenset()
 
-    def figures_for(self, shape: ModelShape, quant_type: QuantType) -> WeightFigures | None:
+    def figures_for(self, shape: ModelShape, quant_type: PoolQuantType) -> WeightFigures | None:
         """None if the machine may not, or was not measured to, hold such weights."""
         if quant_type not in self.quant_types:
             return None
@@ -120,7 +120,7 @@ class PlannedSpan:
 
     peer: PeerId
     span: Span
-    quant_type: QuantType
+    quant_type: PoolQuantType
     step_s: float
     hop_s: float
 
@@ -222,7 +222,7 @@ class _Candidate:
 
 
 def _candidates(
-    shape: ModelShape, span: Span, machines: Sequence[PoolMachine], quant_type: QuantType
+    shape: ModelShape, span: Span, machines: Sequence[PoolMachine], quant_type: PoolQuantType
 ) -> list[_Candidate]:
     """Machines that hold at least one block, sized by the largest and timed by the mean block."""
     largest = max(shape.block_bytes[quant_type][span.start : span.end]) + shape.cache_bytes
@@ -244,7 +244,7 @@ def _plan_quantized(
     shape: ModelShape,
     span: Span,
     machines: Sequence[PoolMachine],
-    quant_type: QuantType,
+    quant_type: PoolQuantType,
     goal: PlacementGoal,
 ) -> BuildPlan | None:
     """The best plan over all numbers of machines, with weights of one kind."""
@@ -268,7 +268,7 @@ def _plan_quantized(
 
 
 def _make_plan(
-    chosen: Sequence[_Candidate], span: Span, quant_type: QuantType, goal: PlacementGoal
+    chosen: Sequence[_Candidate], span: Span, quant_type: PoolQuantType, goal: PlacementGoal
 ) -> BuildPlan:
     """Give each machine its share: the fastest as much as fits, or all the same time.
 
@@ -315,7 +315,7 @@ def _describe_shortage(
     shape: ModelShape,
     span: Span,
     machines: Sequence[PoolMachine],
-    allowed: Sequence[QuantType],
+    allowed: Sequence[PoolQuantType],
 ) -> BuildShortage:
     """The smallest addition: memory at the coarsest allowed weights, or a lower quality."""
     coarsest = allowed[-1]
@@ -332,7 +332,7 @@ def _describe_shortage(
 
 
 def _missing_bytes(
-    shape: ModelShape, span: Span, machines: Sequence[PoolMachine], quant_type: QuantType
+    shape: ModelShape, span: Span, machines: Sequence[PoolMachine], quant_type: PoolQuantType
 ) -> int:
     """Bytes of the blocks of `span` for which no machine has room."""
     held = sum(each.blocks for each in _candidates(shape, span, machines, quant_type))

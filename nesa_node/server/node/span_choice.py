@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from functools import partial
+from typing import get_args
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import Span
 from nesa_node.core.logging import get_logger
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.core.settings.declaration import gib_to_bytes, secret_text
 from nesa_node.core.settings.models import NodeConfig
 from nesa_node.engine.kernels.threads import fix_threads
@@ -50,7 +52,7 @@ def open_node_model(config: NodeConfig) -> DecoderModel | GraphModel:
     device = choose_device(config.device)
     if is_cut or not is_language_model(checkpoint.folder, name=checkpoint.name):
         return open_graph_model(config, checkpoint, device)
-    check_quant_type("--quant-type", config.quant_type, device)
+    check_quant_type("--quant-type", config.quant_type, device, get_args(QuantType))
     if config.weight_memory_gib is not None:
         raise ConfigError(
             "--weight-memory-gib is for networks in pieces (--pieces); for fewer blocks of a "

@@ -15,7 +15,7 @@ from typing import Any
 
 from nesa_node.core.errors import NesaError, SwarmError
 from nesa_node.core.ids import PeerId, Span
-from nesa_node.core.settings.choices import PlacementGoal, QuantType, WeightQuality
+from nesa_node.core.settings.choices import PlacementGoal, PoolQuantType, WeightQuality
 from nesa_node.core.settings.models import SharedConfig
 from nesa_node.routing.placement.building import (
     BuildShortage,
@@ -68,7 +68,7 @@ class DryRunSpan:
     """A span that a machine would be assigned; `left_bytes` are free for models afterwards."""
 
     timed: TimedSpan
-    quant_type: QuantType
+    quant_type: PoolQuantType
     size_bytes: int
     left_bytes: int
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nesa_node.core.errors import ConfigError
 from nesa_node.core.ids import PeerId
-from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.settings.choices import PoolQuantType
 from nesa_node.core.settings.declaration import PublicName, read_limited
 from nesa_node.routing.placement.building import HOP_OVERHEAD_S, HOP_S, ModelShape, PoolMachine
 from nesa_node.swarm.dht.pool_notices import MAX_HELD_MODELS, AssignedSpan, HeldModel, Offer
@@ -103,7 +103,7 @@ class DescribedMachine(BaseModel):
     tflop_per_s: _Positive | None = None
     block_overhead_ms: float = Field(default=1e3 * LAUNCH_S, ge=0, le=1e6)
     round_trip_ms: float = Field(default=1e3 * (HOP_S - HOP_OVERHEAD_S), ge=0, le=1e5)
-    quant_types: Annotated[list[QuantType], Field(min_length=1)] = ["none", "int8", "nf4"]
+    quant_types: Annotated[list[PoolQuantType], Field(min_length=1)] = ["none", "int8", "nf4"]
     operator: PublicName | None = None
 
     def pool_machines(self) -> dict[PeerId, PoolMachine]:

@@ -11,7 +11,7 @@ import torch
 from nesa_node.compression.tensors import DTYPE_NAMES
 from nesa_node.core.errors import ModelNotFoundError, UnsupportedModelError
 from nesa_node.core.ids import ModelId, Span, is_model_name
-from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.settings.choices import PoolQuantType
 from nesa_node.core.settings.declaration import secret_text
 from nesa_node.core.settings.models import SharedConfig
 from nesa_node.engine.graphs.model_graph import RequestSizes
@@ -30,7 +30,7 @@ from nesa_node.routing.placement.building import ModelShape
 from nesa_node.server.graphs.graph_model import make_network
 from nesa_node.topology.roofline import BlockWork
 
-QUANT_TYPES: tuple[QuantType, ...] = ("none", "int8", "nf4")
+QUANT_TYPES: tuple[PoolQuantType, ...] = ("none", "int8", "nf4")
 PLANNED_CACHE_TOKENS = 8192
 """Room of the KV cache that is planned for each span."""
 
@@ -84,7 +84,7 @@ def describe_model(checkpoint: Checkpoint) -> tuple[ModelShape, ModelId]:
     dtype = checkpoint.resolve_dtype("auto")
     if not is_language_model(checkpoint.folder, name=checkpoint.name):
         return _describe_network(checkpoint, dtype)
-    sizes: dict[QuantType, tuple[int, ...]] = {"none": compute_block_bytes(checkpoint, dtype)}
+    sizes: dict[PoolQuantType, tuple[int, ...]] = {"none": compute_block_bytes(checkpoint, dtype)}
     for quant_type in QUANT_TYPES[1:]:
         with suppress(UnsupportedModelError):
             sizes[quant_type] = compute_block_bytes(checkpoint, dtype, quant_type)

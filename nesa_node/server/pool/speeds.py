@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from nesa_node.core.ids import PeerId, Span
-from nesa_node.core.settings.choices import QuantType
+from nesa_node.core.settings.choices import PoolQuantType
 from nesa_node.routing.placement.building import HOP_OVERHEAD_S, HOP_S, ModelShape, PoolMachine
 from nesa_node.swarm.dht.pool_notices import AssignedSpan, Offer
 from nesa_node.swarm.dht.records import NodeRecord
@@ -39,7 +39,7 @@ class TimedSpan:
 
 
 def time_span(
-    machine: PoolMachine, shape: ModelShape, span: Span, quant_type: QuantType
+    machine: PoolMachine, shape: ModelShape, span: Span, quant_type: PoolQuantType
 ) -> TimedSpan:
     """Times of a span by the machine's figures; NaN where it has none for such weights."""
     figures = machine.figures_for(shape, quant_type)
@@ -145,7 +145,7 @@ class MachineSpeeds:
         peer: PeerId,
         offer: Offer,
         shape: ModelShape,
-        quant_type: QuantType,
+        quant_type: PoolQuantType,
         node: NodeState,
         now: float,
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from nesa_node.core.ids import ModelId, PeerId, Span, is_model_name
-from nesa_node.core.settings.choices import PlacementGoal, QuantType, WeightQuality
+from nesa_node.core.settings.choices import PlacementGoal, PoolQuantType, WeightQuality
 from nesa_node.swarm.dht.adapter_notices import AdapterNotice
 from nesa_node.swarm.dht.sealing import (
     STRICT,
@@ -97,7 +97,7 @@ class HeldModel(BaseModel):
     model: _ModelText
     state: HeldState
     span: _SpanPair
-    quant_type: QuantType = "none"
+    quant_type: PoolQuantType = "none"
     model_id: Text = Field(default="", max_length=256)
     node: Peer | None = None
     reason: _Reason = ""
@@ -135,7 +135,7 @@ class Offer(Notice):
     models: Annotated[tuple[_Glob, ...], max_items(16)] = ("*",)
     families: Annotated[tuple[_Family, ...], max_items(16)] = ()
     max_download_bytes: Count | None = None
-    quant_types: Annotated[tuple[QuantType, ...], max_items(3)] = ("none", "int8", "nf4")
+    quant_types: Annotated[tuple[PoolQuantType, ...], max_items(3)] = ("none", "int8", "nf4")
     obeys: Annotated[tuple[Peer, ...], max_items(8)] = ()
     public_name: Annotated[Text, Field(max_length=64)] | None = None
     operator: Operator | None = None
@@ -170,7 +170,7 @@ class AssignedSpan(BaseModel):
 
     model: _ModelText
     span: _SpanPair
-    quant_type: QuantType = "none"
+    quant_type: PoolQuantType = "none"
     dtype: str = Field(default="auto", pattern=r"^[a-z0-9]{1,16}$")
     cache_tokens: int = Field(ge=1, le=2**31)
 

@@ -31,7 +31,12 @@ LAUNCH_S = 0.0002
 CACHE_MEMORY_FRACTION = 0.1
 """Fraction of a node's memory that is reserved for KV caches."""
 
-BYTES_PER_PARAMETER: Mapping[str, float] = {"none": 2.0, "int8": 1.01, "nf4": 0.5625}
+BYTES_PER_PARAMETER: Mapping[str, float] = {
+    "none": 2.0,
+    "int8": 1.01,
+    "llm_int8": 1.01,
+    "nf4": 0.5625,
+}
 """Bytes per weight by `NodeState.quantization`, scales included; "none" is float16."""
 
 

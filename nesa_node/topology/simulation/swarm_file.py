@@ -37,6 +37,7 @@ from nesa_node.topology.links.estimate import estimate_rtt_ms
 from nesa_node.topology.links.expected_rtt import CABLE_STRETCH
 from nesa_node.topology.links.matrix import Links
 from nesa_node.topology.simulation.devices import (
+    BYTES_PER_PARAMETER,
     CACHE_MEMORY_FRACTION,
     GB,
     LLAMA_70B,
@@ -254,7 +255,7 @@ def _node_state(
         weight_bytes = block.weight_bytes(swarm.quantization)
     except KeyError:
         raise ConfigError(
-            f"{at}: quantization {swarm.quantization!r} is none of none, int8, nf4"
+            f"{at}: quantization {swarm.quantization!r} is none of {', '.join(BYTES_PER_PARAMETER)}"
         ) from None
     if kind is None and node.tokens_per_s is None:
         raise ConfigError(f"{at} needs a device or tokens_per_s, so that its speed is known")

@@ -56,6 +56,7 @@ async def planned(
 NODES = [
     node("nf4", Span(0, 4), "nf4"),
     node("int8", Span(0, 4), "int8"),
+    node("llm", Span(0, 4), "llm_int8"),
     node("full", Span(0, 2), "none"),
     node("full too", Span(2, 4), "none"),
     node("new", Span(0, 4), "int3"),
@@ -65,8 +66,8 @@ NODES = [
 @pytest.mark.parametrize(
     ("precision", "allowed"),
     [
-        ("nf4", {"nf4", "int8", "full", "full too"}),
-        ("int8", {"int8", "full", "full too"}),
+        ("nf4", {"nf4", "int8", "llm", "full", "full too"}),
+        ("int8", {"int8", "llm", "full", "full too"}),
         ("full", {"full", "full too"}),
     ],
 )

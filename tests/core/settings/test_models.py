@@ -116,7 +116,7 @@ def test_keys_of_other_commands_are_accepted_and_ignored(tmp_path: Path) -> None
         ("initial_peers = 3", "addresses like"),
         ('host_maddrs = ["0.0.0.0"]', "addresses like /ip4/0.0.0.0/tcp/4001"),
         ('torch_dtype = "int8"', "'auto', 'float32', 'bfloat16' or 'float16'"),
-        ('quant_type = "fp4"', "'none', 'int8' or 'nf4'"),
+        ('quant_type = "fp4"', "'none', 'int8', 'nf4' or 'llm_int8'"),
         ('device = "gpu"', "auto, cpu, cuda"),
         ('block_indices = "3:3"', 'a half-open range like "0:10"'),
         ("cache_dir = 3", "a path"),
@@ -206,6 +206,7 @@ def test_other_hours_are_refused(text: str) -> None:
 def test_families_are_separated_by_commas_or_flags(given: object) -> None:
     config = load_config(NodeConfig, {"pool_families": given}, {})
     assert config.pool_families == ("llama", "qwen2")
+    assert load_config(NodeConfig, {"quant_type": "llm-int8"}, {}).quant_type == "llm_int8"
     assert load_config(NodeConfig, {"pool_quant_types": ("none,int8",)}, {}).pool_quant_types == (
         "none",
         "int8",

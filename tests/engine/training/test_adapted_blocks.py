@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 import threading
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from nesa_node.engine.training.adapters import (
 from nesa_node.engine.training.training_spec import TrainingSpec
 from nesa_node.engine.weights.model_tree import initializer_lock
 from tests.engine.chained import Chain, Run, distance, open_local
+from tests.engine.their_layers import quantize_experts
 from tests.engine.tiny_models import FAMILIES, prompt_ids, reference, save_tiny_model
 
 # PEFT asks transformers by a name that will be removed, and says how it adapts a config.
@@ -150,6 +152,7 @@ def dequantized_copy(folder: Path, quant_type: QuantType, target: Path) -> Path:
                     device=torch.device("cpu"),
                 )
                 module.weight.data = quantized.dequantize(torch.float32)
+            quantize_experts(module, quant_type)
     model.save_pretrained(target)
     return target
 
@@ -327,6 +330,39 @@ def test_gradients_over_quantized_weights(
     found, _ = run_spans(chain, adapt(chain, folder), ids_RL, MicroBatch(0))
     for name, value in expected.items():
         assert distance(found[name], value) < 2e-5, name
+
+
+@pytest.mark.parametrize("quant_type", ["int8", "nf4"])
+def test_gradients_pass_through_quantized_experts(
+    quant_type: QuantType, models_dir: Path, tmp_path: Path
+) -> None:
+    """Of adapters on what nodes serve adapters of: all but the experts and their router."""
+    folder, ids_RL = save_tiny_model("mixtral", models_dir), make_batch()
+    modules = find_served_modules(open_local(folder))
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=modules, init_lora_weights=False)
+    chain = Chain(folder, quant_type=quant_type)
+    dequantized = dequantized_copy(folder, quant_type, tmp_path / "dequantized")
+    expected, _ = train_reference(dequantized, copy.deepcopy(config), ids_RL)
+    found, _ = run_spans(chain, adapt(chain, folder, config), ids_RL, MicroBatch(0))
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert distance(found[name], value) < 2e-5, name
+
+
+def test_adapters_of_quantized_experts_are_refused(models_dir: Path) -> None:
+    folder = save_tiny_model("mixtral", models_dir)
+    chain = Chain(folder, quant_type="int8")
+    config = peft.LoraConfig(r=4, target_parameters=["experts.down_proj"])
+    with pytest.raises(ConfigError, match=r"experts.* in fewer bits"):
+        adapt(chain, folder, config)
+    spec = TrainingSpec(OptimizerConfig(), 0, full=FullConfig())
+    weights = sum(
+        math.prod(each)
+        for each in find_adapter_shapes(
+            open_local(folder), FullConfig(), chain.blocks[0].span
+        ).values()
+    )
+    assert count_adapter_values(chain.blocks[0], spec) == weights
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from transformers.core_model_loading import (
 
 from nesa_node.core.errors import CorruptCheckpointError
 from nesa_node.core.ids import Span
+from nesa_node.core.settings.choices import QuantType
 from nesa_node.engine.model.loading import load_blocks
-from nesa_node.engine.weights.skeleton import is_expert_stacking, stack_experts
+from nesa_node.engine.weights.expert_stacks import is_expert_stacking, stack_experts
 from tests.engine.chained import open_local
 from tests.engine.layouts import Tensors, rewritten
 from tests.engine.tiny_models import save_tiny_model
@@ -67,8 +70,11 @@ def test_other_conversions_are_left_to_transformers(converter: WeightConverter) 
     assert not is_expert_stacking(converter)
 
 
+@pytest.mark.parametrize("quant_type", get_args(QuantType))
 @pytest.mark.parametrize("what", ["missing", "misshapen"])
-def test_a_spoiled_expert_is_named(what: str, models_dir: Path, tmp_path: Path) -> None:
+def test_a_spoiled_expert_is_named(
+    what: str, quant_type: QuantType, models_dir: Path, tmp_path: Path
+) -> None:
     name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 
     def spoil(tensors: Tensors) -> Tensors:
@@ -77,4 +83,31 @@ def test_a_spoiled_expert_is_named(what: str, models_dir: Path, tmp_path: Path) 
 
     folder = rewritten(save_tiny_model("mixtral", models_dir), tmp_path / "m", spoil)
     with pytest.raises(CorruptCheckpointError, match=r"layers\.1\.mlp\.experts\.gate_up_proj"):
-        load_blocks(open_local(folder), Span(0, 2), dtype=torch.float32, device="cpu")
+        load_blocks(
+            open_local(folder),
+            Span(0, 2),
+            dtype=torch.float32,
+            device="cpu",
+            quant_type=quant_type,
+        )
+
+
+@pytest.mark.parametrize("quant_type", ["int8", "nf4"])
+def test_experts_are_quantized_one_after_another(quant_type: QuantType, models_dir: Path) -> None:
+    """No more than one expert's matrices are held as the checkpoint has them."""
+    checkpoint = open_local(save_tiny_model("mixtral", models_dir))
+    read, most = checkpoint.read, 0
+    held: list[weakref.ref[Tensor]] = []
+
+    def watch(name: str) -> Tensor:
+        nonlocal most
+        tensor = read(name)
+        if ".experts." in name:
+            held[:] = [each for each in held if each() is not None]
+            held.append(weakref.ref(tensor))
+            most = max(most, len(held))
+        return tensor
+
+    checkpoint.read = watch  # type: ignore[method-assign]
+    load_blocks(checkpoint, Span(0, 2), dtype=torch.float32, device="cpu", quant_type=quant_type)
+    assert most == 2  # of the two kinds that are concatenated

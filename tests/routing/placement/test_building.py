@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nesa_node.core.ids import PeerId, Span
-from nesa_node.core.settings.choices import PlacementGoal, QuantType
+from nesa_node.core.settings.choices import PlacementGoal, PoolQuantType
 from nesa_node.routing.placement.building import (
     HOP_S,
     BuildPlan,
@@ -25,7 +25,7 @@ from nesa_node.topology.roofline import BlockWork, WeightFigures
 from nesa_node.topology.shape.failure_domains import DeclaredDomain, declared_domains
 
 GB = 10**9
-BYTES: dict[QuantType, int] = {"none": GB, "int8": GB // 2, "nf4": GB // 4}
+BYTES: dict[PoolQuantType, int] = {"none": GB, "int8": GB // 2, "nf4": GB // 4}
 CACHE_BYTES = GB // 10
 
 
@@ -45,7 +45,7 @@ def machine(name: str, gigabytes: float, gb_per_s: float, **options: object) -> 
     return PoolMachine(PeerId(name), int(gigabytes * GB), kinds, **options)  # type: ignore[arg-type]
 
 
-def room(each: PoolMachine, kind: QuantType = "none") -> int:
+def room(each: PoolMachine, kind: PoolQuantType = "none") -> int:
     return each.memory_bytes // (BYTES[kind] + CACHE_BYTES)
 
 
