@@ -87,7 +87,8 @@ def quantize(layers: nn.Module, quant_type: QuantType) -> int:
         count += quantize_experts(parent, quant_type)
         children: dict[str, Any] = parent._modules
         for name, child in children.items():
-            is_router = type(child).__name__.endswith("Router")  # Llama 4's is a subclass
+            kinds = (type(parent).__name__, type(child).__name__)  # Llama 4's is a subclass
+            is_router = any(kind.endswith(("Router", "Gate")) for kind in kinds)
             if isinstance(child, nn.Linear | Conv1D) and not is_router:
                 weight = child.weight.detach()
                 weight_OI = weight.t().contiguous() if isinstance(child, Conv1D) else weight

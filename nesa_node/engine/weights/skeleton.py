@@ -228,9 +228,11 @@ class ModelTensors:
         """Bytes of a weight that is quantized; None for all else."""
         if quant_type == "none":
             return None
+        path, _, leaf = name.rpartition(".")
+        if (router := self.checkpoint.family.router) is not None and f".{router}." in path:
+            return None  # its own code may read the layer's weight
         if (linear := self.find_linear_layer(name)) is not None:
             return compute_quantized_bytes(linear, quant_type)
-        path, _, leaf = name.rpartition(".")
         shape = find_stack(self.model.get_submodule(path), leaf)
         return None if shape is None else shape.compute_bytes(quant_type)
 
