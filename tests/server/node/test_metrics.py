@@ -40,7 +40,9 @@ def documented() -> dict[str, tuple[str, str, str, str]]:
 
 
 def told_by(process: str) -> set[str]:
-    return {name for name, row in documented().items() if process in row[2] or row[2] == "all"}
+    """Names that it exports always, not only with drafts or masks."""
+    told = {name: by.split(", ") for name, (_, _, by, _) in documented().items()}
+    return {name for name, by in told.items() if process in by or by == ["all"]}
 
 
 def scrape(daemons: Daemons, node: LocalNode) -> Values:
