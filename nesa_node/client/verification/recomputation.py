@@ -71,6 +71,8 @@ def _recomputed_span(work: HopWork) -> Span:
 
 def missing_bytes(checkpoint: Checkpoint, work: HopWork) -> int:
     """Bytes of weights that a recomputation would have to download."""
+    if not any(checkpoint.download_sizes(checkpoint.tensors).values()):
+        return 0
     skeleton = Skeleton(checkpoint)
     names = skeleton.block_names(_recomputed_span(work))
     return sum(checkpoint.download_sizes(skeleton.source_names(names)).values())

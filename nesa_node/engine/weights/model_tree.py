@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-from transformers import initialization as init
 
 from nesa_node.core.errors import UnsupportedModelError
 from nesa_node.engine.weights.families import CacheHeads, ModelFamily, ModelTree
@@ -55,6 +55,26 @@ class MisfitError(Exception):
     """A model is no plain stack of decoder layers; the text says why."""
 
 
+class _NoInitializers(TorchFunctionMode):
+    """Most initializers are not called in this thread: on the meta device they would write nothing.
+
+    transformers' `no_init_weights` patches them for all threads, and for good where another one
+    loads a model meanwhile.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = kwargs or {}
+        if getattr(func, "__module__", None) == torch.nn.init.__name__:
+            return args[0] if args else options["tensor"]
+        return func(*args, **options)
+
+
 def make_empty_model(config: Any) -> Any:
     """Causal LM of a config on the meta device, in evaluation mode. The config is not changed.
 
@@ -63,7 +83,7 @@ def make_empty_model(config: Any) -> Any:
     # Building a model changes its config.
     own = copy.deepcopy(config)
     try:
-        with initializer_lock, torch.device("meta"), init.no_init_weights():
+        with torch.device("meta"), _NoInitializers():
             model: Any = _AUTO.from_config(own, trust_remote_code=False)
     except Exception as error:
         # A checkpoint's config reaches any line of transformers' modules.

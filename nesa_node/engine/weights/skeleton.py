@@ -41,7 +41,7 @@ from nesa_node.engine.weights.expert_stacks import (
 )
 from nesa_node.engine.weights.families import ModelFamily
 from nesa_node.engine.weights.files import Progress
-from nesa_node.engine.weights.model_tree import make_empty_model
+from nesa_node.engine.weights.model_tree import initializer_lock, make_empty_model
 
 
 @dataclass(slots=True)
@@ -402,7 +402,8 @@ class EmptyModel:
         for name, buffer in fresh.items():
             fill = fills[not buffer.is_floating_point()]
             module._buffers[name] = torch.full_like(buffer, fill, device=device)
-        self.model._init_weights(module)
+        with initializer_lock:
+            self.model._init_weights(module)
         return {name: getattr(module, name) for name in fresh}
 
     def require_complete(self, root: nn.Module) -> None:

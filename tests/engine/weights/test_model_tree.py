@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import initialization as init
 
 from nesa_node.core.errors import CorruptCheckpointError, UnsupportedModelError
 from nesa_node.core.ids import Span
 from nesa_node.engine.model.blocks import RowChunk
 from nesa_node.engine.model.loading import load_blocks
+from nesa_node.engine.weights import model_tree
 from nesa_node.engine.weights.families import CacheHeads
 from nesa_node.engine.weights.language_models import find_family, is_language_model
 from tests.engine.chained import Chain, Run, distance, open_local
@@ -243,3 +245,20 @@ def test_docs_list_every_causal_type_once() -> None:
         if line.startswith("| `")
     ]
     assert sorted(rows) == CAUSAL_TYPES
+
+
+def test_models_loaded_beside_leave_initializers_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers replaces torch's initializers for all threads while it loads a model."""
+    kept = torch.nn.init.normal_
+    make, beside = model_tree._AUTO.from_config, init.guard_torch_init_functions()
+
+    def make_while_another_loads(*args: Any, **options: Any) -> Any:
+        beside.__enter__()
+        return make(*args, **options)
+
+    monkeypatch.setattr(model_tree._AUTO, "from_config", make_while_another_loads)
+    model_tree.make_empty_model(tiny_config("llama"))
+    beside.__exit__(None, None, None)
+    assert torch.nn.init.normal_ is kept
