@@ -9,7 +9,7 @@ P primes, N degree, D digits, B rotations from step to step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,11 +51,15 @@ def largest_weight_scale(parameters: RingParameters) -> float:
 
 
 def encode_matrix(
-    ring: Ring, layout: ProductLayout, weight_OI: npt.NDArray[np.float64]
+    ring: Ring,
+    layout: ProductLayout,
+    weight_OI: npt.NDArray[np.float64],
+    keep: Callable[[Residues], Residues] = lambda values: values,
 ) -> EncodedMatrix:
     """Encode W for vectors of at most 1 in size.
 
-    Raises `ValueError` for weights that are not finite, or too large for results to be exact.
+    `keep` returns each part as it is to be held. Raises `ValueError` for weights that are not
+    finite, or too large for results to be exact.
     """
     if not np.isfinite(weight_OI).all():
         raise ValueError("weights must be finite")
@@ -65,11 +69,13 @@ def encode_matrix(
     scale = 2.0 ** np.floor(np.log2(limit / (largest or 1.0)))
     if scale * float(np.abs(weight_OI).max()) > 2.0**60 or scale < 2.0**10:
         raise ValueError(f"weights whose rows sum up to {largest:.3g} cannot be encoded")
+
+    def encode(chunk: int, block: int) -> Residues:
+        groups = layout.diagonal_slots(weight_OI, chunk, block, STEPS)
+        return keep(_encode_part(ring, groups, float(scale)))
+
     diagonals = tuple(
-        tuple(
-            _encode_part(ring, layout.diagonal_slots(weight_OI, chunk, block, STEPS), float(scale))
-            for chunk in range(len(layout.chunks))
-        )
+        tuple(encode(chunk, block) for chunk in range(len(layout.chunks)))
         for block in range(len(layout.blocks))
     )
     return EncodedMatrix(layout, diagonals, float(scale) * INPUT_SCALE / ring.primes[2])

@@ -74,7 +74,12 @@ class MaskLayout:
 
     def nbytes(self, degree: int) -> int:
         """Bytes of the encoded weights, and of the integers themselves."""
-        return 4 * (PRIMES * degree * self.chunks * self.blocks + self.inputs * self.outputs)
+        return 4 * PRIMES * degree * self.chunks * self.blocks + self.integer_bytes
+
+    @property
+    def integer_bytes(self) -> int:
+        """Bytes of the integers, as 32-bit floats."""
+        return 4 * self.inputs * self.outputs
 
     def split(self, numbers_I: Masked, degree: int) -> Masked:
         """Polynomials [C, N] of each chunk."""

@@ -116,6 +116,18 @@ def test_tokens_and_logits_are_those_of_transformers(
             assert (again - expected[:, 4:]).abs().max() <= 1e-3 * expected.abs().max()
 
 
+def test_tokens_are_the_same_where_weights_are_mapped_from_a_file(
+    llama: Path, tmp_path: Path
+) -> None:
+    limits = {"private": "ckks", "private_cache_gib": 2**-20}
+    with (
+        in_process_swarm(llama, HALVES, tmp_path, **limits) as joining,
+        private_model(llama, joining) as model,
+    ):
+        prompt = random_ids(1, 5)
+        assert_same_tokens(reference(llama), model.generate(prompt, **OPTIONS), prompt, **OPTIONS)
+
+
 def test_a_step_tells_how_far_it_is(llama: Path, addresses: tuple[str, ...]) -> None:
     waits, told = WaitTracker(), []
     over = Event()

@@ -735,8 +735,9 @@ class NodeConfig(OrchestratorConfig, PrivacyConfig):
     private_cache_gib: Gibibytes | None = setting(
         None,
         "Limits",
-        "Most memory, in GiB, for weights that are multiplied with encrypted vectors.",
-        default_text="16 to 24 bytes for each weight",
+        "Most memory, in GiB, for weights that are multiplied with encrypted vectors: 16 to 24 "
+        "bytes for each. What exceeds it is mapped from a file in the cache directory.",
+        default_text="what is free",
     )
     attestation: AttestationSource = setting(
         "none",

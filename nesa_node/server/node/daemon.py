@@ -308,6 +308,7 @@ def _make_private_server(runner: SpanRunner, blocks_type: type[PrivateBlocks]) -
         # On one thread: products are made of parts that take less than threads take to meet.
         make_ring(RingParameters()),
         runner.find_served_span,
+        folder=config.cache_dir,
         max_bytes=None if limit is None else int(limit * 2**30),
         allow=frozenset(config.allow_peers),
         deny=frozenset(config.deny_peers),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -38,6 +39,7 @@ from nesa_node.privacy.masked_product import (
 from nesa_node.privacy.packing import pack_residues
 from nesa_node.privacy.products import LinearProduct, list_products, read_rows
 from nesa_node.privacy.ring import Residues, Ring
+from nesa_node.server.private.weight_store import WeightStore
 
 
 class PrivateBlocks(ABC):
@@ -59,36 +61,44 @@ class PrivateBlocks(ABC):
     def nbytes(self) -> int:
         """Bytes that the encoded weights take."""
 
-    def require_memory(self, max_bytes: int | None) -> None:
-        """Raise `InsufficientMemoryError` where the encoded weights have more than `max_bytes`, or
-        than this machine's free memory.
+    @property
+    @abstractmethod
+    def resident_bytes(self) -> int:
+        """Those of them that are in memory however many there are."""
+
+    def open_store(self, folder: Path, max_bytes: int | None) -> WeightStore:
+        """A store with `max_bytes` of memory, or all that is free, and the rest in `folder`.
+
+        Raises `InsufficientMemoryError` where what has to be in memory does not fit, and
+        `DiskLimitError` where the rest does not fit into the folder.
         """
-        most = free_memory_bytes("cpu") - RESERVE_BYTES
+        most = max(free_memory_bytes("cpu") - RESERVE_BYTES, 0)
         if max_bytes is not None:
             most = min(most, max_bytes)
-        if self.nbytes > most:
+        if self.resident_bytes > most:
             raise InsufficientMemoryError(
-                f"weights of blocks {self.span} take {self.nbytes >> 20} MiB where vectors are "
-                f"encrypted, of {max(most, 0) >> 20} MiB: serve fewer blocks (--num-blocks), or "
-                "raise --private-cache-gib"
+                f"integer weights of blocks {self.span} take {self.resident_bytes >> 20} MiB, of "
+                f"{most >> 20} MiB: serve fewer blocks (--num-blocks), or raise --private-cache-gib"
             )
+        return WeightStore(folder, most - self.resident_bytes, max(self.nbytes - most, 0))
 
-    def encode(self) -> None:
+    def encode(self, store: WeightStore) -> None:
         """Read and encode all weights. Blocks the thread, seconds for each block.
 
-        Raises `UnsupportedModelError` for weights that cannot be encoded, and what reading raises.
+        Raises `UnsupportedModelError` for weights that cannot be encoded, `OSError` where the
+        store's disk is full, and what reading raises.
         """
         for path, product in self._products.items():
             if self._is_stopped:
                 return
             weight_OI = np.concatenate(list(read_rows(self._skeleton, product)))
             try:
-                self._encode(path, weight_OI)
+                self._encode(path, weight_OI, store)
             except ValueError as error:
                 raise UnsupportedModelError(f"{path}: {error}") from error
 
     @abstractmethod
-    def _encode(self, path: str, weight_OI: npt.NDArray[np.float64]) -> None:
+    def _encode(self, path: str, weight_OI: npt.NDArray[np.float64], store: WeightStore) -> None:
         """Raise `ValueError` for weights that cannot be encoded."""
 
     def stop(self) -> None:
@@ -136,8 +146,13 @@ class EncodedBlocks(PrivateBlocks):
     def nbytes(self) -> int:
         return sum(each.nbytes(len(self.ring.primes)) for each in self._layouts.values())
 
-    def _encode(self, path: str, weight_OI: npt.NDArray[np.float64]) -> None:
-        self._matrices[path] = encode_matrix(self.ring, self._layouts[path], weight_OI)
+    @property
+    def resident_bytes(self) -> int:
+        return 0
+
+    def _encode(self, path: str, weight_OI: npt.NDArray[np.float64], store: WeightStore) -> None:
+        layout = self._layouts[path]
+        self._matrices[path] = encode_matrix(self.ring, layout, weight_OI, store.keep)
 
     def chunks(self, path: str) -> int:
         return len(self._layouts[path].chunks)
@@ -171,10 +186,14 @@ class IntegerBlocks(PrivateBlocks):
     def nbytes(self) -> int:
         return sum(each.nbytes(self.ring.degree) for each in self._layouts.values())
 
-    def _encode(self, path: str, weight_OI: npt.NDArray[np.float64]) -> None:
+    @property
+    def resident_bytes(self) -> int:
+        return sum(each.integer_bytes for each in self._layouts.values())
+
+    def _encode(self, path: str, weight_OI: npt.NDArray[np.float64], store: WeightStore) -> None:
         integers_OI, _ = quantize_rows(weight_OI)
         encoded = encode_integers(self.ring, self._layouts[path], integers_OI)
-        self._weights[path] = make_integer_linear(integers_OI), encoded
+        self._weights[path] = make_integer_linear(integers_OI), store.keep(encoded)
 
     def chunks(self, path: str) -> int:
         return self._layouts[path].chunks

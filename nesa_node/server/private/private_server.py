@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from nesa_node.core.errors import (
@@ -74,6 +75,7 @@ class PrivateServer:
         ring: Ring,
         find_span: Callable[[], Span | None],
         *,
+        folder: Path,
         max_bytes: int | None = None,
         allow: frozenset[PeerId] = frozenset(),
         deny: frozenset[PeerId] = frozenset(),
@@ -83,7 +85,7 @@ class PrivateServer:
         self._blocks_type = blocks_type
         self._ring = ring
         self._find_span = find_span
-        self._max_bytes = max_bytes
+        self._folder, self._max_bytes = folder, max_bytes
         self._access = PeerAccess(swarm, model_id, allow, deny)
         self._refusals = refusals or RefusalLog()
         self._blocks: PrivateBlocks | None = None
@@ -241,14 +243,15 @@ class PrivateServer:
     async def _encode(self, span: Span) -> None:
         log.info("encoding_weights", blocks=str(span))
         blocks = await asyncio.to_thread(self._blocks_type, self._ring, self._checkpoint, span)
-        blocks.require_memory(self._max_bytes)
+        store = await asyncio.to_thread(blocks.open_store, self._folder, self._max_bytes)
         try:
-            await asyncio.to_thread(blocks.encode)
+            await asyncio.to_thread(blocks.encode, store)
         except asyncio.CancelledError:
             blocks.stop()
             raise
         self._blocks = blocks
-        log.info("weights_encoded", blocks=str(span), mib=blocks.nbytes >> 20)
+        mapped = {"mapped_mib": store.mapped_bytes >> 20} if store.mapped_bytes else {}
+        log.info("weights_encoded", blocks=str(span), mib=blocks.nbytes >> 20, **mapped)
 
 
 async def _receive(
