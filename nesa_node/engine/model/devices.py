@@ -90,6 +90,11 @@ def free_memory_bytes(device: torch.device | str, *, cgroup: Path = CGROUP_ROOT)
     return min(psutil.virtual_memory().available, _cgroup_free_bytes(cgroup))
 
 
+def usable_bytes(free_bytes: int) -> int:
+    """What blocks may take of free memory."""
+    return max(free_bytes - max(int(free_bytes * RESERVE_FRACTION), RESERVE_BYTES), 0)
+
+
 def compute_block_bytes(
     checkpoint: Checkpoint, dtype: torch.dtype, quant_type: QuantType = "none"
 ) -> tuple[int, ...]:
@@ -154,13 +159,13 @@ def fit_blocks(
     free = free_memory_bytes(device) if free_bytes is None else free_bytes
     largest = max(compute_block_bytes(checkpoint, dtype, quant_type))
     cache = cache_tokens * cache_bytes_per_token(checkpoint, dtype, cache_dtype)
-    usable = free - max(int(free * RESERVE_FRACTION), RESERVE_BYTES)
-    count = min(max(usable, 0) // (largest + cache), checkpoint.num_blocks)
+    usable = usable_bytes(free)
+    count = min(usable // (largest + cache), checkpoint.num_blocks)
     if not count:
         raise InsufficientMemoryError(
             f"one block of {checkpoint.name} takes {_format_mib(largest)}, and "
             f"{_format_mib(cache)} for {cache_tokens} tokens of cache, but "
-            f"{_format_mib(max(usable, 0))} of {_format_mib(free)} free can be used; free memory, "
+            f"{_format_mib(usable)} of {_format_mib(free)} free can be used; free memory, "
             "ask for a smaller cache, a 16-bit dtype or --quant-type int8"
         )
     return MemoryFit(int(count), free, largest, cache)

@@ -18,8 +18,12 @@ from nesa_node.engine.model.devices import (
     compute_block_bytes,
     fit_blocks,
     free_memory_bytes,
+    usable_bytes,
 )
 from nesa_node.engine.weights.checkpoint import Checkpoint
+from nesa_node.privacy.parameters import RingParameters
+from nesa_node.privacy.ring import Ring
+from nesa_node.server.private.encoded_blocks import SCHEMES
 
 PLANNED_CACHE_TOKENS = 8192
 """Cache tokens for which memory is kept free when the number of blocks is chosen automatically."""
@@ -103,7 +107,16 @@ class DecoderModel(NodeModel):
         return self.checkpoint.context_length
 
     def count_fitting(self, config: NodeConfig) -> int:
-        return self._find_fit(config.attn_cache_tokens or PLANNED_CACHE_TOKENS).blocks
+        """With private sessions, blocks whose encoded weights fit, too: one, if none does."""
+        fit = self._find_fit(config.attn_cache_tokens or PLANNED_CACHE_TOKENS)
+        if (scheme := SCHEMES.get(config.private)) is None:
+            return fit.blocks
+        encoded = scheme(Ring(RingParameters()), self.checkpoint, Span(0, 1)).nbytes
+        beside = 0 if self.device.type != "cpu" else fit.bytes_per_block + fit.cache_bytes_per_block
+        count = usable_bytes(free_memory_bytes("cpu")) // (encoded + beside)
+        if config.private_cache_gib is not None:
+            count = min(count, int(config.private_cache_gib * 2**30) // encoded)
+        return max(min(fit.blocks, count), 1)
 
     def require_memory(self, config: NodeConfig, span: Span, *, regained_bytes: int = 0) -> None:
         blocks, start = len(span), span.start
