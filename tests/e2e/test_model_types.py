@@ -1,11 +1,11 @@
-"""Every model type that is served generates through three nodes what transformers generates alone.
+"""Each model type that is served generates through three daemons what transformers does alone.
 
 docs/models.md lists them, and why the rest is refused. B rows, L columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from tests.e2e.joining import joined
 from tests.engine.model_table import describe, write_table
 from tests.engine.model_types import BLOCKS, CAUSAL_TYPES, WINDOW, tiny_config
 from tests.engine.tiny_models import prompt_ids, reference
+from tests.faults.bed import open_bed
+from tests.faults.nursery import Nursery, open_nursery
 from tests.same_tokens import assert_same_as, run_reference
-from tests.swarms import in_process_swarm, thirds
+from tests.swarms import thirds
 
 TOLERANCE = 1e-4
 """Of the greatest of the reference's logits; see CONTRIBUTING, "the same tokens"."""
@@ -90,23 +92,30 @@ def _assert_equal(alone: PreTrainedModel, ours: DistributedModelForCausalLM, pro
     assert_same_as(run_reference(alone, ids_BL, mask_BL, **OPTIONS), new_BL)
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with open_nursery() as opened:
+        yield opened
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("model_type", _docs_say_served())
-def test_three_nodes_give_the_tokens_of_transformers(model_type: str, tmp_path: Path) -> None:
+def test_three_daemons_give_the_tokens_of_transformers(
+    model_type: str, nursery: Nursery, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     alone = _save_random(model_type, folder)
-    (tmp_path / "swarm").mkdir()
-    with (
-        in_process_swarm(folder, thirds(BLOCKS), tmp_path / "swarm") as addresses,
-        joined(folder, addresses, "chain") as ours,
-    ):
-        for prompt in PROMPTS:
-            _assert_equal(alone, ours, prompt)
-        ids_BL = random_ids(2, 90)
-        forward: Any = alone.__call__
-        with torch.no_grad():
-            theirs = forward(ids_BL).logits
-        assert (ours(ids_BL).logits - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+    ids_BL = random_ids(2, 90)
+    forward: Any = alone.__call__
+    with torch.no_grad():
+        theirs = forward(ids_BL).logits
+    with open_bed(nursery, folder, tmp_path) as bed:
+        bed.start(thirds(BLOCKS))
+        with joined(folder, bed.addresses, "chain") as ours:
+            for prompt in PROMPTS:
+                _assert_equal(alone, ours, prompt)
+            logits = ours(ids_BL).logits
+    assert (logits - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
 
 
 @pytest.mark.timeout(600)

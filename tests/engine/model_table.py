@@ -32,7 +32,7 @@ knows is read from its module tree (`nesa_node/engine/weights/model_tree.py`). T
 {refused} are refused.
 
 **Served** means tested: `tests/e2e/test_model_types.py` cuts a small random model of each type in
-three, serves it by three nodes, and compares with transformers the greedy tokens after a prompt
+three, serves it by three daemons, and compares with transformers the greedy tokens after a prompt
 longer than its window or chunk, and those of a left-padded batch, by the criterion of
 CONTRIBUTING.md. Checkpoints of a type differ: what is refused below in one type can occur in
 another by its config (`layer_types` of a hybrid, say), and is refused then, with the same reason.
