@@ -34,7 +34,7 @@ from nesa_node.api.models.networks import NetworkRegistry
 from nesa_node.api.models.registry import ModelRegistry
 from nesa_node.api.models.sandbox import GrammarChecker, TemplateRenderer
 from nesa_node.api.responses.http_responses import (
-    ComputedJsonResponse,
+    ComputedResponse,
     SseResponse,
     collect_error_codes,
     error_events,
@@ -277,7 +277,7 @@ class Gateway:
 
         config = self.config
         if not stream:
-            return ComputedJsonResponse(
+            return ComputedResponse(
                 whole, self.shutdown, headers=lambda: verification_header(config, ready[0].usage)
             )
         return SseResponse(

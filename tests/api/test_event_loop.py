@@ -24,7 +24,7 @@ from nesa_node.api.gateway import UsageCounter
 from nesa_node.api.generation.job import CandidateToken, Delta, PrefillDone, SequenceToken
 from nesa_node.api.generation.tokenization import MAX_THREADS_PER_KEY
 from nesa_node.api.models.jobs import JobEvent
-from nesa_node.api.responses.http_responses import MAX_CHUNK_BYTES, ComputedJsonResponse
+from nesa_node.api.responses.http_responses import MAX_CHUNK_BYTES, ComputedResponse
 from nesa_node.api.responses.in_flight import GracefulShutdown
 from nesa_node.api.schemas import request_body as reading
 from nesa_node.api.schemas.chat_request import ChatCompletionRequest
@@ -250,7 +250,7 @@ async def test_log_probabilities_of_a_whole_answer_are_sent_in_chunks() -> None:
     )
     scope = {"type": "http", "method": "POST", "headers": []}
     with turns.passing():
-        await ComputedJsonResponse(partial(answer.build_json, run), GracefulShutdown())(
+        await ComputedResponse(partial(answer.build_json, run), GracefulShutdown())(
             scope, silent, send
         )
     (choice,) = json.loads(b"".join(sent))["choices"]

@@ -17,7 +17,7 @@ from nesa_node.api.gateway import Gateway, GatewayOf, UsageCounter, UsageOf
 from nesa_node.api.models.jobs import cancel_when, tokenize_prompts
 from nesa_node.api.models.networks import Pipeline
 from nesa_node.api.openapi import EmbeddingList, describe
-from nesa_node.api.responses.http_responses import ComputedJsonResponse
+from nesa_node.api.responses.http_responses import ComputedResponse
 from nesa_node.api.responses.in_flight import reserve_memory
 from nesa_node.api.schemas.generation_request import Tokens, as_list
 from nesa_node.api.schemas.request_body import (
@@ -70,7 +70,7 @@ async def embed(
     if (network := gateway.networks.find(body.model)) is not None:
         texts = _require_texts(body)
         compute = partial(_compute_by_network, gateway, usage, network, body, texts)
-        return ComputedJsonResponse(compute, gateway.shutdown)
+        return ComputedResponse(compute, gateway.shutdown)
     model = await gateway.get_model(body.model)
     if gateway.models.adapter_of(body.model) is not None:
         raise invalid_request(
@@ -96,7 +96,7 @@ async def embed(
         )
     reserve_memory(len(inputs) * (4 * model.hidden_size + _TENSOR_OVERHEAD_BYTES))
     compute = partial(_compute, gateway, usage, model, body, inputs)
-    return ComputedJsonResponse(compute, gateway.shutdown)
+    return ComputedResponse(compute, gateway.shutdown)
 
 
 def _require_texts(body: EmbeddingRequest) -> list[str]:

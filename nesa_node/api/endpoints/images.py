@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-import threading
 import time
-from concurrent.futures import CancelledError
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -18,7 +16,7 @@ from starlette.responses import Response
 from nesa_node.api.gateway import Gateway, GatewayOf, UsageCounter, UsageOf
 from nesa_node.api.models.networks import Pipeline
 from nesa_node.api.openapi import ImageList, describe
-from nesa_node.api.responses.http_responses import ComputedJsonResponse
+from nesa_node.api.responses.http_responses import ComputedResponse
 from nesa_node.api.responses.in_flight import reserve_memory
 from nesa_node.api.schemas.request_body import (
     AcceptedValues,
@@ -83,7 +81,7 @@ async def paint(
             )
     reserve_memory((body.n or 1) * pixels * BYTES_PER_PIXEL)
     compute = partial(_compute, gateway, usage, name, body, size)
-    return ComputedJsonResponse(compute, gateway.shutdown)
+    return ComputedResponse(compute, gateway.shutdown)
 
 
 def _parse_size(text: str | None) -> tuple[int, int] | None:
@@ -101,16 +99,11 @@ async def _compute(
     body: ImageRequest,
     size: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    count, stopping = body.n or 1, threading.Event()
     usage.start(name, 0)
     # A step of a picture counts as a token.
-    usage.charge(count * (body.steps or USUAL_STEPS))
-    try:
-        pictures = await gateway.networks.run(
-            name, TASK, partial(_paint, body=body, size=size, stopping=stopping), alone=True
-        )
-    finally:
-        stopping.set()
+    usage.charge((body.n or 1) * (body.steps or USUAL_STEPS))
+    work = partial(_paint, body=body, size=size)
+    pictures = await gateway.networks.run(name, TASK, work, alone=True)
     data = [
         {"url": f"data:image/png;base64,{each}"}
         if body.response_format == "url"
@@ -120,21 +113,8 @@ async def _compute(
     return {"created": int(time.time()), "output_format": "png", "data": data}
 
 
-def _paint(
-    painter: Pipeline,
-    body: ImageRequest,
-    size: tuple[int, int] | None,
-    stopping: threading.Event,
-) -> list[str]:
+def _paint(painter: Pipeline, body: ImageRequest, size: tuple[int, int] | None) -> list[str]:
     """PNG files in base64."""
-
-    def stop_or_go_on(_: Any, __: int, ___: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if stopping.is_set():
-            raise CancelledError
-        return tensors
-
-    if stopping.is_set():
-        raise CancelledError
     given: dict[str, Any] = {
         "num_images_per_prompt": body.n,
         "num_inference_steps": body.steps,
@@ -145,7 +125,7 @@ def _paint(
     if body.seed is not None:
         given["generator"] = torch.Generator().manual_seed(body.seed)
     given = {key: value for key, value in given.items() if value is not None}
-    output = painter(body.prompt, callback_on_step_end=stop_or_go_on, **given)
+    output = painter(body.prompt, **given)
     made = []
     for picture in output.images:
         file = io.BytesIO()

@@ -10,12 +10,12 @@ from pydantic import ConfigDict, Field
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from nesa_node.api.gateway import Gateway, GatewayOf, UsageCounter, UsageOf
 from nesa_node.api.models.networks import Pipeline
 from nesa_node.api.openapi import Transcription, describe
-from nesa_node.api.responses.http_responses import ComputedJsonResponse
+from nesa_node.api.responses.http_responses import ComputedResponse
 from nesa_node.api.schemas.request_body import (
     AcceptedValues,
     ModelName,
@@ -65,10 +65,7 @@ class TranscriptionRequest(RequestBody):
 async def transcribe(gateway: GatewayOf, usage: UsageOf, request: Request) -> Response:
     body, audio = await _read(request)
     name = gateway.networks.require(body.model)
-    compute = partial(_compute, gateway, usage, name, body, audio)
-    if body.response_format == "text":
-        return PlainTextResponse((await compute())["text"])
-    return ComputedJsonResponse(compute, gateway.shutdown)
+    return ComputedResponse(partial(_compute, gateway, usage, name, body, audio), gateway.shutdown)
 
 
 async def _read(request: Request) -> tuple[TranscriptionRequest, bytes]:
@@ -101,12 +98,12 @@ async def _compute(
     name: str,
     body: TranscriptionRequest,
     audio: bytes,
-) -> dict[str, Any]:
+) -> dict[str, Any] | str:
     usage.start(name, 0)
     work = partial(_transcribe, audio=audio, language=body.language)
     text = await gateway.networks.run(name, TASK, work)
     usage.charge(1 + len(text) // CHARACTERS_PER_TOKEN)
-    return {"text": text}
+    return text if body.response_format == "text" else {"text": text}
 
 
 def _transcribe(listener: Pipeline, audio: bytes, language: str | None) -> str:

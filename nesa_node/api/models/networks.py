@@ -11,8 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 from nesa_node.api.models.registry import last_part
 from nesa_node.api.processes.workers import FairThreadPool
+from nesa_node.client.model.loop_thread import Interrupt, interrupting
 from nesa_node.core.errors import ConfigError, UnsupportedModelError
 from nesa_node.core.wait_tracking import track_wait
+from nesa_node.swarm.p2p.tasks import wait_until_done
 from nesa_node.web.authenticator import current_caller
 from nesa_node.web.problem import HttpProblem, invalid_request
 from nesa_node.web.rate_limits import FairSlots
@@ -95,8 +97,9 @@ class NetworkRegistry:
     ) -> T:
         """Run `work` with the pipeline of a task, in a thread; `alone`: one after another.
 
-        Raises `HttpProblem` where too many requests wait, where the network does not fit the task,
-        or where the pipeline refuses what it is given; and the `NesaError`s of requests.
+        A cancelled call ends its work with the request to the network that runs, and waits for
+        that. Raises `HttpProblem` where too many requests wait, where the network does not fit the
+        task, or where the pipeline refuses what it is given; and the `NesaError`s of requests.
         """
         caller = current_caller()
         self._shares.acquire(caller)
@@ -104,8 +107,14 @@ class NetworkRegistry:
         try:
             pipeline = await self._find_pipeline(name, task)
             async with turn:
-                running = self._threads.submit(caller, partial(work, pipeline))
-                return await asyncio.wrap_future(running)
+                interrupt = Interrupt()
+                running = self._threads.submit(caller, partial(_work, work, pipeline, interrupt))
+                try:
+                    return await asyncio.wrap_future(running)
+                except asyncio.CancelledError:
+                    interrupt.set()
+                    await wait_until_done(asyncio.wrap_future(running))
+                    raise
         except (ConfigError, ValueError, TypeError) as error:  # of diffusers and transformers, too
             reason = str(error).strip().partition("\n")[0][:300]
             raise invalid_request(reason) from error
@@ -137,6 +146,11 @@ class NetworkRegistry:
         pipelines = [each for each in found if not isinstance(each, BaseException)]
         await asyncio.gather(*(asyncio.to_thread(each.close) for each in pipelines))
         await asyncio.to_thread(self._threads.shutdown)
+
+
+def _work(work: Callable[[Pipeline], T], pipeline: Pipeline, interrupt: Interrupt) -> T:
+    with interrupting(interrupt):
+        return work(pipeline)
 
 
 def _may_try_again(opening: asyncio.Task[Pipeline]) -> bool:

@@ -26,7 +26,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nesa_node.api.models.jobs import ClientDisconnected, cancel_when, watch_disconnect
@@ -238,15 +238,15 @@ async def _yield_to_loop(chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
         await asyncio.sleep(0)
 
 
-class ComputedJsonResponse(Response):
-    """Response with the JSON that `work` returns (`chunked_json_response`), or with its error.
+class ComputedResponse(Response):
+    """Response with the JSON (`chunked_json_response`) or text that `work` returns, or its error.
 
-    `headers` returns headers of that JSON, once it is there.
+    `headers` returns headers of that, once it is there.
     """
 
     def __init__(
         self,
-        work: Callable[[], Awaitable[Mapping[str, Any]]],
+        work: Callable[[], Awaitable[Mapping[str, Any] | str]],
         shutdown: GracefulShutdown,
         *,
         headers: Callable[[], Mapping[str, str]] = dict,
@@ -261,7 +261,12 @@ class ComputedJsonResponse(Response):
             # Waits show only on the dashboard: a JSON response cannot report them before its end.
             with self._shutdown.track_response(), WaitTracker().activate():
                 async with cancel_when(watch_disconnect(receive), self._shutdown.wait_for_end()):
-                    response = chunked_json_response(await self._work())
+                    made = await self._work()
+                    response = (
+                        PlainTextResponse(made)
+                        if isinstance(made, str)
+                        else chunked_json_response(made)
+                    )
                     response.headers.update(self._more_headers())
         except ClientDisconnected:
             return

@@ -275,52 +275,52 @@ def build_model(
     What is loaded here is held as `quant_type` says. Raises `ConfigError`, and as `load_blocks`
     does.
     """
-    first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
-    resolved = checkpoint.resolve_dtype(str(dtype or "auto"))
-    place = choose_device(device)
-    check_quant_type("--client-quant-type", quant_type, place, get_args(ClientQuantType))
-    with track_wait("embedding and head to be loaded"):
-        embedder, head = load_embedder_and_head(
-            checkpoint, dtype=resolved, device=place, quant_type=quant_type
-        )
-    ends = EmbeddingAndHead(
-        embedder,
-        HeadBatcher(head, embedder.embed_rows),
-        head.apply_final_norm,
-        resolved,
-        quant_type,
-        place,
-        checkpoint.config.hidden_size,
-        head.lm_head,
-        head.logits_with_gradients,
-    )
-    stack = ExitStack()
-    if drafting is not None:
-        stack.callback(drafting.close)
-    local: LocalConnection | None = None
-    if own := [span for span in (first, last) if len(span)]:
-        with track_wait("weights to be loaded", blocks=own):
-            local = LocalConnection(
-                [
-                    load_blocks(
-                        checkpoint, span, dtype=resolved, device=place, quant_type=quant_type
-                    )
-                    for span in own
-                ]
+    with ExitStack() as stack:
+        if drafting is not None:
+            stack.callback(drafting.close)
+        first, remote, last = split_blocks(checkpoint.num_blocks, client_blocks)
+        resolved = checkpoint.resolve_dtype(str(dtype or "auto"))
+        place = choose_device(device)
+        check_quant_type("--client-quant-type", quant_type, place, get_args(ClientQuantType))
+        with track_wait("embedding and head to be loaded"):
+            embedder, head = load_embedder_and_head(
+                checkpoint, dtype=resolved, device=place, quant_type=quant_type
             )
-            stack.callback(local.close)
-    return DistributedModelForCausalLM(
-        checkpoint.config,
-        load_generation_config(checkpoint),
-        ends,
-        connect,
-        ((local, first), (None, remote), (local, last)),
-        checkpoint=checkpoint,
-        prefix_salt=prefix_salt,
-        adapter=adapter,
-        drafting=drafting,
-        on_close=stack.close,
-    )
+        ends = EmbeddingAndHead(
+            embedder,
+            HeadBatcher(head, embedder.embed_rows),
+            head.apply_final_norm,
+            resolved,
+            quant_type,
+            place,
+            checkpoint.config.hidden_size,
+            head.lm_head,
+            head.logits_with_gradients,
+        )
+        local: LocalConnection | None = None
+        if own := [span for span in (first, last) if len(span)]:
+            with track_wait("weights to be loaded", blocks=own):
+                local = LocalConnection(
+                    [
+                        load_blocks(
+                            checkpoint, span, dtype=resolved, device=place, quant_type=quant_type
+                        )
+                        for span in own
+                    ]
+                )
+                stack.callback(local.close)
+        return DistributedModelForCausalLM(
+            checkpoint.config,
+            load_generation_config(checkpoint),
+            ends,
+            connect,
+            ((local, first), (None, remote), (local, last)),
+            checkpoint=checkpoint,
+            prefix_salt=prefix_salt,
+            adapter=adapter,
+            drafting=drafting,
+            on_close=stack.pop_all().close,
+        )
 
 
 def build_local_model(checkpoint: Checkpoint) -> DistributedModelForCausalLM:

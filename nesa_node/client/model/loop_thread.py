@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from nesa_node.core.logging import get_logger
@@ -47,6 +48,19 @@ class Interrupt:
             is_set = self._is_set
         if is_set and future is not None:
             future.cancel()
+
+
+_current: ContextVar[Interrupt | None] = ContextVar("interrupt", default=None)
+
+
+@contextmanager
+def interrupting(interrupt: Interrupt) -> Iterator[None]:
+    """Have all calls of this thread that are given no other interrupt end with this one."""
+    token = _current.set(interrupt)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 T = TypeVar("T")
@@ -246,7 +260,7 @@ class LoopThread:
     @contextmanager
     def _watched(self, future: Future[Any], interrupt: Interrupt | None) -> Iterator[None]:
         """Let `interrupt` cancel `future`. Raises `RuntimeError` if `close` cancelled it."""
-        if interrupt is not None:
+        if (interrupt := interrupt or _current.get()) is not None:
             interrupt.attach(future)
         try:
             yield

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nesa_node.api.models.networks import NetworkRegistry
+from nesa_node.client.model.loop_thread import LoopThread
 from nesa_node.core.errors import ConfigError, SwarmError, UnsupportedModelError
 from nesa_node.web.problem import HttpProblem
 
@@ -85,6 +86,33 @@ async def test_one_after_another_where_that_is_asked_for() -> None:
     assert most == 1
     await asyncio.gather(*(registry.run("a", "task", work) for _ in range(4)))
     assert most > 1
+    await registry.close()
+
+
+async def test_a_request_that_leaves_ends_before_the_next_begins() -> None:
+    """Also where it waits for the network, for a minute here."""
+    registry = NetworkRegistry(("a",), lambda task, name: FakePipeline())
+    loop, is_running, ended = LoopThread("network"), threading.Event(), []
+
+    def work(_: Any) -> None:
+        is_running.set()
+        try:
+            loop.run(asyncio.sleep(60))
+        finally:
+            threading.Event().wait(0.1)
+            ended.append("first")
+
+    leaving = asyncio.create_task(registry.run("a", "task", work, alone=True))
+    assert await asyncio.to_thread(is_running.wait, 10)
+    coming = asyncio.create_task(
+        registry.run("a", "task", lambda _: ended.append("next"), alone=True)
+    )
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await asyncio.wait_for(coming, 10)
+    assert ended == ["first", "next"]
+    loop.close()
     await registry.close()
 
 

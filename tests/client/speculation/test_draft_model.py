@@ -13,6 +13,7 @@ import pytest
 
 from nesa_node.client.model import auto
 from nesa_node.client.model.auto import AutoDistributedModelForCausalLM, build_local_model
+from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
 from nesa_node.client.speculation.draft_model import ModelDrafter, open_drafting
 from nesa_node.client.speculation.drafting import Drafting
 from nesa_node.core.errors import ConfigError, ModelNotFoundError
@@ -104,6 +105,20 @@ def test_private_sessions_draft_nothing(tiny: Callable[[str], Path], private: st
         AutoDistributedModelForCausalLM.from_pretrained(
             tiny("llama"), private=private, draft="lookup"
         )
+
+
+def test_a_draft_model_is_closed_with_a_model_that_is_refused(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[DistributedModelForCausalLM] = []
+    monkeypatch.setattr(DistributedModelForCausalLM, "close", lambda self: closed.append(self))
+    with pytest.raises(ConfigError, match="--client-quant-type int5"):
+        AutoDistributedModelForCausalLM.from_pretrained(
+            tiny("llama"),
+            draft=str(tiny("llama")),
+            client_quant_type="int5",  # type: ignore[arg-type]  # what is refused
+        )
+    assert len(closed) == 1
 
 
 def test_a_model_that_drafts_for_itself_keeps_its_revision(
