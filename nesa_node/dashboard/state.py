@@ -259,6 +259,9 @@ class DashboardState:
     def update_plan(self, model: ModelId, plan: GraphPlan) -> None:
         """Show how a network is cut into pieces; of each model that has nodes."""
         self._plans[model] = plan_entry(plan)
+        self._refresh_plans()
+
+    def _refresh_plans(self) -> None:
         self._plans = {each: self._plans[each] for each in self._plans if each in self._numbers}
         self.sections.replace_entries("plans", self._plans)
 
@@ -305,6 +308,7 @@ class DashboardState:
         for model_id, number in self._numbers.items():
             self._numbers[model_id] = number if number >= 0 else next(self._next_number)
         self._log.add(self._hole_tracker.update_models(self.models, now))
+        self._refresh_plans()
         shown = choose_shown_nodes(nodes)
         self.sections.replace_entries(
             "nodes", {peer: node_entry(each, self._audits) for peer, each in shown.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nesa_node.sharding.graph_plan import GraphPlan, PieceWork
 from nesa_node.swarm.dht.records import NodeRecord
 
 BLOCKS = 12
@@ -31,4 +32,18 @@ def record(
             "uptime_s": at - 900,
         }
         | fields
+    )
+
+
+def plan(work: tuple[PieceWork, ...] = ()) -> GraphPlan:
+    """Of a network in two pieces."""
+    return GraphPlan(
+        graph="0" * 64,
+        dtype="float32",
+        batch=1,
+        tokens=8,
+        image_size=None,
+        made_with={},
+        pieces=((0, 1), (2,)),
+        work=work,
     )

@@ -25,7 +25,7 @@ from nesa_node.sharding.graph_plan import GraphPlan, PieceWork
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.swarm.graph_plans import PlannedModel
 from nesa_node.topology.snapshot import Snapshot
-from tests.dashboard.records import BLOCKS, MODEL, record
+from tests.dashboard.records import BLOCKS, MODEL, plan, record
 
 NOW = 1000.0
 
@@ -281,19 +281,6 @@ async def test_few_nodes_of_a_large_swarm_are_pinged_at_once_and_all_in_turn(
             async with asyncio.timeout(10):
                 while set(pinged) != set(peers):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-
-
-def plan(work: tuple[PieceWork, ...]) -> GraphPlan:
-    return GraphPlan(
-        graph="0" * 64,
-        dtype="float32",
-        batch=1,
-        tokens=8,
-        image_size=None,
-        made_with={},
-        pieces=((0, 1), (2,)),
-        work=work,
-    )
 
 
 async def test_plans_of_networks_are_fetched_once_and_again_after_a_failure(

@@ -12,6 +12,7 @@ import pytest
 from nesa_node.client.model.activity import SessionActivity, SessionFailover
 from nesa_node.core.ids import ModelId, PeerId, Span
 from nesa_node.core.wait_tracking import WaitStatus
+from nesa_node.dashboard.node_tracker import LOST_RETENTION_S
 from nesa_node.dashboard.state import (
     CHART_INTERVAL_S,
     ENDED_RETENTION_S,
@@ -26,7 +27,7 @@ from nesa_node.routing.chains import Hop
 from nesa_node.swarm.dht.records import NodeRecord
 from nesa_node.swarm.dht.sealing import PlacementNotice
 from nesa_node.topology.links.matrix import MeasuredLink, pack_links, peer_digest
-from tests.dashboard.records import BLOCKS, MODEL, TTL_S, record
+from tests.dashboard.records import BLOCKS, MODEL, TTL_S, plan, record
 
 START = 1000.0
 PLAYED = SessionActivity(
@@ -193,6 +194,16 @@ def test_links_of_models_that_are_not_measured_any_more_go(board: DashboardState
     board.update_links(ModelId("v"), LinksSummary({"v1|v2": {}}))
     assert [model.model_id for model in board.models[:MAX_CHARTED_MODELS]] == ["x", "y", "z", "v"]
     assert set(sections(board)["links"]) == {"v1|v2"}
+
+
+def test_the_plan_of_a_network_goes_with_its_last_node(board: DashboardState) -> None:
+    network = ModelId("tiny@0.0123456789abcdef")
+    board.update_records([record("a"), record("b", (0, 2), model_id=network, num_blocks=2)], START)
+    board.update_plan(network, plan())
+    assert set(sections(board)["plans"]) == {network}
+    board.update_records([record("a", at=START + TTL_S)], START + TTL_S)
+    board.advance_time(START + TTL_S + LOST_RETENTION_S, None)
+    assert not sections(board)["plans"]
 
 
 def test_placement_is_told_with_the_time_at_which_it_was_made(board: DashboardState) -> None:
