@@ -34,7 +34,7 @@ from nesa_node.compression.codecs import FAMILIES
 from nesa_node.compression.tensors import encode
 from nesa_node.core.errors import ConfigError, ProtocolError
 from nesa_node.core.ids import split_evenly
-from nesa_node.core.settings.choices import ClientQuantType, QuantType
+from nesa_node.core.settings.choices import CacheDtype, ClientQuantType, QuantType
 from nesa_node.engine.model.blocks import ModelBlocks
 from nesa_node.engine.model.loading import load_blocks
 from nesa_node.engine.weights.checkpoint import Checkpoint
@@ -104,7 +104,8 @@ def check_wire(names: Sequence[str], *, hidden_size: int) -> None:
 class LocalModels:
     """The blocks as `nodes` spans, in memory with one quantization of the weights at a time.
 
-    Embedding and head, which clients hold, are held in `client_quant_type`.
+    Embedding and head, which clients hold, are held in `client_quant_type`, KV caches in
+    `cache_dtype`.
     """
 
     def __init__(
@@ -115,12 +116,14 @@ class LocalModels:
         dtype: torch.dtype,
         device: torch.device,
         client_quant_type: ClientQuantType = "none",
+        cache_dtype: CacheDtype = "auto",
     ) -> None:
         self._checkpoint = checkpoint
         self._spans = split_evenly(checkpoint.num_blocks, nodes)
         self._dtype = dtype
         self._device = device
         self._client_quant_type = client_quant_type
+        self._cache_dtype: CacheDtype = cache_dtype
         self._weights: str | None = None
         self._parts: list[ModelBlocks] = []
 
@@ -155,7 +158,12 @@ class LocalModels:
             options: dict[str, Any] = {} if weights == "none" else {"quant_type": weights}
             self._parts = [
                 load_blocks(
-                    self._checkpoint, span, dtype=self._dtype, device=self._device, **options
+                    self._checkpoint,
+                    span,
+                    dtype=self._dtype,
+                    device=self._device,
+                    cache_dtype=self._cache_dtype,
+                    **options,
                 )
                 for span in self._spans
             ]

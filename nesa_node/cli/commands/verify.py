@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nesa_node.api.verification.saved_answer import SavedAnswer
     from nesa_node.api.verification.verdict import AllowedErrors, AnswerReport
     from nesa_node.client.model.causal_lm import DistributedModelForCausalLM
+    from nesa_node.core.settings.choices import CacheDtype
     from nesa_node.core.settings.models import ClientConfig
     from nesa_node.engine.weights.checkpoint import Checkpoint
 
@@ -55,6 +56,10 @@ def verify(
         Literal["none", "int8", "nf4", "llm_int8"],
         Parameter(group=COMPUTE, help="Quantization that the answer is said to have."),
     ] = "none",
+    cache_dtype: Annotated[
+        Literal["auto", "int8"],
+        Parameter(group=COMPUTE, help="What the answer's nodes are said to hold KV caches in."),
+    ] = "auto",
     defaults: Annotated[
         Literal["model", "openai"],
         Parameter(group=SAMPLING, help="The gateway's --generation-config."),
@@ -85,7 +90,8 @@ def verify(
         raise ConfigError("neither request nor answer name a model: give MODEL after the file")
     config = config.model_copy(update={"model": name})
     with exit_on_interrupt():
-        report, allowed, kind = asyncio.run(_check(config, saved, weights, defaults))
+        checking = _check(config, saved, weights, cache_dtype, defaults)
+        report, allowed, kind = asyncio.run(checking)
     if as_json:
         json.dump(_to_json(report, allowed, kind), sys.stdout, indent=2)
         print()
@@ -95,7 +101,11 @@ def verify(
 
 
 async def _check(
-    config: ClientConfig, saved: SavedAnswer, weights: str, defaults: str
+    config: ClientConfig,
+    saved: SavedAnswer,
+    weights: str,
+    cache_dtype: CacheDtype,
+    defaults: str,
 ) -> tuple[AnswerReport, AllowedErrors, str]:
     """What was found, what is allowed, and the kind of computation."""
     from transformers.utils import logging as transformers_logging
@@ -113,7 +123,10 @@ async def _check(
     checkpoint = open_named_checkpoint(config, config.model)
     dtype = str(checkpoint.resolve_dtype(config.torch_dtype)).removeprefix("torch.")
     tokenizer = load_tokenizer(checkpoint.fetch_side_files())
-    with track_wait("the answer to be computed again"), _open(config, checkpoint, weights) as model:
+    with (
+        track_wait("the answer to be computed again"),
+        _open(config, checkpoint, weights, cache_dtype) as model,
+    ):
         served = ServedModel(
             model,
             tokenizer,
@@ -125,8 +138,10 @@ async def _check(
         )
         jobs = await make_jobs(served, saved)
         report = await asyncio.to_thread(AnswerCheck(served, model).check, saved, jobs)
-    quantized = "" if weights == "none" else f" with {weights} weights"
-    return report, allowed_errors(dtype), dtype + quantized
+    held = [] if weights == "none" else [f"{weights} weights"]
+    held += [] if cache_dtype == "auto" else [f"KV caches in {cache_dtype}"]
+    kind = f"{dtype} with {' and '.join(held)}" if held else dtype
+    return report, allowed_errors(dtype), kind
 
 
 async def _audit_session(config: ClientConfig, path: Path, *, as_json: bool) -> int:
@@ -176,7 +191,7 @@ async def _audit_session(config: ClientConfig, path: Path, *, as_json: bool) -> 
 
 @contextmanager
 def _open(
-    config: ClientConfig, checkpoint: Checkpoint, weights: str
+    config: ClientConfig, checkpoint: Checkpoint, weights: str, cache_dtype: CacheDtype
 ) -> Iterator[DistributedModelForCausalLM]:
     """The model, with its blocks here or in the swarm of --initial-peers."""
     from nesa_node.cli.client_model import open_client_model
@@ -197,6 +212,7 @@ def _open(
         dtype=checkpoint.resolve_dtype(config.torch_dtype),
         device=choose_device(config.device),
         client_quant_type=config.client_quant_type,
+        cache_dtype=cache_dtype,
     )
     with local.open(Cell(weights, "none")) as model:
         yield model

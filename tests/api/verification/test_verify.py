@@ -255,6 +255,21 @@ def test_a_swarm_checks_an_answer(
     assert (code, found["differing"]) == (0, 0), found
 
 
+def test_an_answer_of_int8_caches_is_checked_with_such_caches(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    with (
+        in_process_swarm(folder, thirds(blocks), tmp_path, cache_dtype="int8") as addresses,
+        live_gateway(addresses, tmp_path, folder) as url,
+    ):
+        request, answered = ask(url, "logprobs")
+    path = save(tmp_path / "answer.json", request, answered.json())
+    assert check(path, folder, capsys)[0] == 1
+    code, found = check(path, folder, capsys, "--cache-dtype", "int8")
+    assert (code, found["computation"]) == (0, "float32 with KV caches in int8")
+
+
 def test_in_bfloat16_a_text_does_not_tell_its_tokens(
     url: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
