@@ -206,7 +206,7 @@ class PrivateNodes:
         refused = self._history.barred | self._refused | lost
         said = [f"{peer}: {reason}" for peer, reason in refused.items()]
         needed = (
-            "no node with it serves such private sessions (`nesa-node run --private "
+            f"no node serves private sessions with block {block} (`nesa-node run --private "
             f"{self._scheme}`)"
         )
         return MissingBlocksError([(block, block + 1)], "; ".join([needed, *said]))
