@@ -64,14 +64,18 @@ def measure_once(
     model: Any, folder: Path, addresses: list[str], options: Options
 ) -> dict[str, Any]:
     """Waits for a token for `options.seconds` alone, and then beside the training."""
-    over, times = Event(), TokenTimes(lambda _: None)
+    over, sessions = Event(), [TokenTimes(lambda _: None)]
     prompt = random_prompt(model, options.prompt_tokens, options.seed)
+
+    def decode() -> None:
+        while not over.is_set():
+            generate(model, prompt, MOST_TOKENS, stop_when=over.is_set, times=sessions[-1])
+            sessions.append(TokenTimes(lambda _: None))
+
     with ThreadPoolExecutor(1) as pool:
-        decoding = pool.submit(
-            generate, model, prompt, MOST_TOKENS, stop_when=over.is_set, times=times
-        )
+        decoding = pool.submit(decode)
         try:
-            while len(times.times) < 2 and not decoding.done():
+            while len(sessions[0].times) < 2 and not decoding.done():
                 time.sleep(0.01)
             began = time.perf_counter()
             time.sleep(options.seconds)
@@ -88,7 +92,7 @@ def measure_once(
         finally:
             over.set()
         decoding.result()
-    waits = list(pairwise(times.times))
+    waits = [wait for each in sessions for wait in pairwise(each.times)]
     calm = [b - a for a, b in waits if began < a and b < calm_ended]
     beside = [b - a for a, b in waits if trained_from < b and a < trained_to]
     return {

@@ -34,6 +34,7 @@ from nesa_node.client.speculation.drafts import DraftSource, DraftToken
 from nesa_node.core.ids import ModelId
 from tests.client.speculation.scripted_drafter import SURE, Clock, accepted_and_drafted
 
+MANY = [pytest.mark.slow, pytest.mark.timeout(300)]
 VOCABULARY = 8
 TEXT_TOKENS = 1000
 LOGITS_VV = 1.5 * torch.randn((VOCABULARY, VOCABULARY), generator=torch.Generator().manual_seed(7))
@@ -130,7 +131,7 @@ def p_value(counts: Counts, probabilities_VV: torch.Tensor) -> float:
     return float(chi2.sf(statistic, freedom))
 
 
-@pytest.mark.parametrize("draws", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [3000, pytest.param(100_000, marks=MANY)])
 @pytest.mark.parametrize("warpers", [LogitsProcessorList(), WARPERS], ids=["plain", "warped"])
 def test_generated_tokens_have_the_distribution_of_the_model(
     warpers: LogitsProcessorList, draws: int, monkeypatch: pytest.MonkeyPatch
@@ -158,7 +159,7 @@ def test_the_test_notices_a_draft_that_is_believed_too_often() -> None:
     assert p_value(counts, probabilities_VV) < 1e-3
 
 
-@pytest.mark.parametrize("draws", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [3000, pytest.param(100_000, marks=MANY)])
 def test_the_gateways_sampler_keeps_the_distribution_where_drafts_end_a_step(draws: int) -> None:
     """It stops at the first token that is not the drafted one, and goes on with the next number."""
     sampling = SamplingParams(temperature=0.8, top_k=6, seed=11)
