@@ -27,9 +27,10 @@ from nesa_node.engine.weights.families import CacheHeads, ModelFamily, ModelTree
 
 _AUTO: Any = AutoModelForCausalLM
 initializer_lock = threading.Lock()
-"""Guards torch's initializers, which `no_init_weights` patches for all threads. Of two threads
-inside it, the second to leave would restore the first one's patches for good; and a thread that
-initializes weights meanwhile would find that nothing does so."""
+"""Guards torch's initializers, which `no_init_weights` patches for all threads while a network in
+pieces is made (`engine/graphs/model_graph.py`). Of two threads inside it, the second to leave would
+restore the first one's patches for good; and a thread that initializes weights meanwhile would find
+that nothing does so."""
 _TOKENS, _PAST = 4, 3
 _PROBED_ATTENTION = "nesa_probe"
 _FAR = 1 << 40
